@@ -1,0 +1,42 @@
+# One command for each thing one wants. Each makes .venv first, with pip, and installs what is missing.
+#
+#   make check    parity check on the embedded target; ARGS="--model ..." for another
+#   make test     the tests; ARGS="-k word" for some, ARGS="-m optin" for those with a package of their own
+#   make lint     ruff, mypy (strict), import-linter
+#   make wheel    sdist, and the wheel built from it, in dist/
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+EXTRAS := dev,gguf,serve
+ARGS ?=
+
+# One thread a process: where cores are shared, two were ten times slower (DECISIONS.md).
+export OMP_NUM_THREADS := 1
+export MKL_NUM_THREADS := 1
+
+.PHONY: check test lint wheel
+.DELETE_ON_ERROR:
+
+check: $(READY)
+	$(BIN)/parity check $(ARGS)
+
+test: $(READY)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+wheel: $(READY)
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
+# The stamp is as old as the last successful installation; a change of either file installs again.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (the first time: about 3 GB, two minutes)"
+	$(BIN)/python -m pip install --disable-pip-version-check -qq \
+	    -c constraints.txt -e '.[$(EXTRAS)]'
+	touch $@

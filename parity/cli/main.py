@@ -1,0 +1,68 @@
+"""`parity`: parses the command line, and turns what happened into an exit code.
+
+    parity --help
+
+Nothing heavy is imported here: `--help`, `probes` and `show` answer in a fraction of a second.
+"""
+
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+
+from parity.cli.capture import capture
+from parity.cli.check import check
+from parity.cli.compare import compare
+from parity.cli.env import env
+from parity.cli.probes import probes
+from parity.cli.show import show
+from parity.errors import ExitCode, ParityError
+
+app = typer.Typer(name="parity", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+                  help="Proves that a speculative-decoding drafter is trained on what it will be served.",
+                  epilog="Exit codes: 0 pass or warn; 1 a finding is fail or error; 2 wrong use or unreadable input; "
+                         "3 nothing comparable; 4 a fault of parity's own.")
+for command in (check, capture, compare, show, env, probes):
+    app.command()(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from parity import __version__
+
+        typer.echo(f"parity {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
+                                                help="Print the version and end.")] = False) -> None:
+    """Proves that a speculative-decoding drafter is trained on what it will be served."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command and exit with its code (see `parity.errors.ExitCode`)."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; the exit code is returned, never raised."""
+    try:
+        result: Any = app(args=arguments, prog_name="parity", standalone_mode=False)
+    except typer.Exit as stop:
+        return stop.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        print("interrupted; run the same command again to go on", file=sys.stderr)
+        return 130
+    except ParityError as error:
+        print(f"parity: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except Exception as error:
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # the parser's own usage errors
+            error.show()
+            return int(ExitCode.USAGE)
+        traceback.print_exc()
+        print("parity: this is a fault of parity's own; please report it with the lines above", file=sys.stderr)
+        return int(ExitCode.OUR_BUG)
+    return int(result) if isinstance(result, int) else int(ExitCode.OK)

@@ -1,0 +1,301 @@
+"""One pass over a pair of [tokens, channels] tensors: every sum from which a comparison is derived.
+
+Two implementations of one contract. `numba` compiles a loop for each pair of dtypes; it reads memory
+maps in place and widens bf16, fp16 and fp8 on the fly. `torch` widens small blocks to float64; it
+serves CUDA tensors and small inputs, for which a compiler would cost more than it saves.
+
+    stats = pair_stats(candidate, reference, outliers=pick_outliers(channel_mean_square(reference)))
+    stats.relative_l2(robust=True)         # [tokens], |a - b| / |b| without the massive channels
+
+The contract. `a` is the candidate and `b` the reference. An element that is not finite on either side
+is left out of every sum and counted. `robust` sums leave out the channels in `outliers`. Sums agree with
+float64 to 1e-6 (of |a||b| for the dot product, of sum |x| for sums of signed numbers). A row's sums depend on that
+row alone and channel sums are combined over fixed blocks of rows in a fixed tree, so that shards of
+whole blocks merge to the same bits as one pass.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Implementation = Literal["numba", "torch"]
+
+BLOCK_ROWS = 256
+"""Rows of one leaf of the merge tree. Shards begin at multiples of it."""
+NUMBA_FROM_BYTES = 64 << 20
+"""Bytes of both sides above which compiling pays: torch does about .4 GB/s, the first compile of a
+dtype pair costs about 4 s, a cached one .7 s (measured with tests/bench/bench_compare.py)."""
+MAX_OUTLIERS = 8
+OUTLIER_TIMES = 6.0
+"""A channel is massive where its rms exceeds this many medians: ordinary hidden channels stay within
+about 3 of the median, massive activations are 100 to 10,000 (Sun et al. 2024, arXiv 2402.17762)."""
+SAMPLE_ROWS = 64
+ULP_EDGES = (0, 1, 4, 16, 64)
+FIELDS = ("dot", "aa", "bb", "dd", "sum_abs", "sum_a", "sum_b", "max_abs",
+          "dot_r", "aa_r", "bb_r", "dd_r", "bad_a", "bad_b", "bad_both")
+"""Rows of `PairStats.sums`; `_r` marks the robust sums, `bad` counts elements that are not finite."""
+SIGNIFICAND_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2, torch.bfloat16: 7, torch.float16: 10,
+                    torch.float32: 23, torch.float64: 52}
+_INTEGER = {torch.float8_e4m3fn: (torch.uint8, np.uint8), torch.float8_e5m2: (torch.uint8, np.int8),
+            torch.bfloat16: (torch.int16, np.uint16), torch.float16: (torch.int16, np.int16),
+            torch.float32: (torch.int32, np.uint32), torch.float64: (torch.int64, np.uint64)}
+"""The integer view that names a dtype to numba: its types stand for formats (int16 is fp16)."""
+_INFINITY = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C, torch.bfloat16: 0x7F80, torch.float16: 0x7C00,
+             torch.float32: 0x7F800000, torch.float64: 0x7FF0000000000000}
+"""Largest magnitude code that is not NaN (e4m3fn has no infinity)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairStats:
+    """Sums over one range of rows of a pair of tensors. `merge` joins ranges; methods derive the rest."""
+
+    start: int
+    """First row, a multiple of BLOCK_ROWS."""
+    width: int
+    outliers: tuple[int, ...]
+    sums: Floats
+    """[len(FIELDS), rows]."""
+    nodes: dict[tuple[int, int], Floats] | None
+    """Merge tree: (level, index) to [3, channels] sums of dd, aa, bb over 2**level blocks of rows."""
+    ulp: NDArray[np.int64] | None
+    """[6] elements whose ULP distance is at most 0, 1, 4, 16, 64, or more (each counted once)."""
+
+    @property
+    def rows(self) -> int:
+        """Number of tokens covered."""
+        return int(self.sums.shape[1])
+
+    def field(self, name: str) -> Floats:
+        """[tokens] one of FIELDS."""
+        return self.sums[FIELDS.index(name)]
+
+    def relative_l2(self, *, robust: bool = False) -> Floats:
+        """[tokens] |a - b| / |b|. Two zero rows are equal (0); anything against a zero row is inf."""
+        tail = "_r" if robust else ""
+        return ratio(np.sqrt(self.field("dd" + tail)), np.sqrt(self.field("bb" + tail)))
+
+    def cosine_gap(self, *, robust: bool = False) -> Floats:
+        """[tokens] 1 - cosine, from |a - b|^2 so that it stays exact near 0. A zero row against another has gap 1."""
+        tail = "_r" if robust else ""
+        a, b = np.sqrt(self.field("aa" + tail)), np.sqrt(self.field("bb" + tail))
+        return _gap(self.field("dd" + tail), a, b)
+
+    def cosine(self, *, robust: bool = False) -> Floats:
+        """[tokens] cosine similarity."""
+        return 1.0 - self.cosine_gap(robust=robust)
+
+    def flat(self, *, robust: bool = False) -> tuple[float, float]:
+        """Cosine and relative L2 of the whole range taken as one vector: shown, never a gate."""
+        tail = "_r" if robust else ""
+        dd, aa, bb = (np.array([self.field(name + tail).sum()]) for name in ("dd", "aa", "bb"))
+        return 1.0 - float(_gap(dd, np.sqrt(aa), np.sqrt(bb))[0]), float(ratio(np.sqrt(dd), np.sqrt(bb))[0])
+
+    def zero_rows(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """[tokens] flags of each side: the whole row is zero (and both rows are finite)."""
+        finite = (self.field("bad_a") + self.field("bad_b")) == 0
+        return finite & (self.field("aa") == 0), finite & (self.field("bb") == 0)
+
+    def channels(self) -> Floats:
+        """[3, channels] sums of |a - b|^2, |a|^2, |b|^2 over the rows, folded in canonical order."""
+        if self.nodes is None:
+            raise ValueError("these statistics were computed without channels")
+        total = np.zeros((3, self.width))
+        for _, node in sorted(self.nodes.items(), key=lambda item: item[0][1] << item[0][0]):
+            total = total + node
+        return total
+
+
+def ratio(top: Floats, bottom: Floats) -> Floats:
+    """top / bottom, elementwise, with 0 / 0 = 0 and x / 0 = inf."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(top == 0, 0.0, top / bottom)
+
+
+def _gap(dd: Floats, a: Floats, b: Floats) -> Floats:
+    """1 - cosine from |a - b|^2 and the two norms."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gap = (dd - (a - b) ** 2) / (2 * a * b)
+    return np.where(a * b == 0, np.where(a == b, 0.0, 1.0), np.clip(gap, 0.0, 2.0))
+
+
+def merge(parts: Iterable[PairStats]) -> PairStats:
+    """Join statistics of adjacent ranges of rows, in any order of arrival. Bit-identical to one pass."""
+    ordered = sorted(parts, key=lambda part: part.start)
+    first = ordered[0]
+    for left, right in zip(ordered, ordered[1:], strict=False):
+        if left.start + left.rows != right.start or right.start % BLOCK_ROWS or left.outliers != right.outliers:
+            raise ValueError(f"rows {right.start}.. do not continue rows {left.start}..{left.start + left.rows}"
+                             f" at a multiple of {BLOCK_ROWS} with the same outlier channels")
+    nodes: dict[tuple[int, int], Floats] | None = None
+    if all(part.nodes is not None for part in ordered):
+        nodes = _folded({key: node for part in ordered for key, node in (part.nodes or {}).items()})
+    ulps = [part.ulp for part in ordered if part.ulp is not None]
+    ulp = np.sum(ulps, axis=0) if len(ulps) == len(ordered) else None
+    sums = np.concatenate([part.sums for part in ordered], axis=1)
+    return PairStats(first.start, first.width, first.outliers, sums, nodes, ulp)
+
+
+def _folded(nodes: dict[tuple[int, int], Floats]) -> dict[tuple[int, int], Floats]:
+    """Combine sibling nodes of the merge tree as far as they go: (l, 2i) + (l, 2i + 1) = (l + 1, i)."""
+    nodes = dict(nodes)
+    pending = sorted(nodes)
+    while pending:
+        level, index = pending.pop(0)
+        left, right = (level, index & ~1), (level, index | 1)
+        if left in nodes and right in nodes:
+            nodes[(level + 1, index >> 1)] = nodes.pop(left) + nodes.pop(right)
+            pending.append((level + 1, index >> 1))
+    return nodes
+
+
+def channel_mean_square(b: torch.Tensor, rows: int = SAMPLE_ROWS) -> Floats:
+    """[channels] mean square of evenly spaced rows of the reference; what is not finite counts as 0."""
+    step = max(1, b.shape[0] // rows)
+    sample = b[::step][:rows].to(torch.float64)
+    return np.asarray(torch.where(torch.isfinite(sample), sample, 0.0).square().mean(0).cpu().numpy())
+
+
+def pick_outliers(mean_square: Floats) -> tuple[int, ...]:
+    """The massive channels: rms above OUTLIER_TIMES the median, the largest first, at most MAX_OUTLIERS and
+    at most one in 16 channels; returned in channel order."""
+    rms = np.sqrt(mean_square)
+    above = np.flatnonzero(rms > OUTLIER_TIMES * np.median(rms)) if np.median(rms) > 0 else np.array([], int)
+    largest = above[np.argsort(-rms[above], kind="stable")][: min(MAX_OUTLIERS, rms.size // 16)]
+    return tuple(sorted(int(channel) for channel in largest))
+
+
+def choose(bytes_of_both_sides: int, *, cuda: bool = False) -> Implementation:
+    """Which implementation to use. Decide once a comparison, never a shard: they differ in the last bits."""
+    return "torch" if cuda or bytes_of_both_sides < NUMBA_FROM_BYTES else "numba"
+
+
+def pair_stats(a: torch.Tensor, b: torch.Tensor, *, outliers: Sequence[int] = (), full: bool = True, start: int = 0,
+               implementation: Implementation | None = None, threads: int = 1) -> PairStats:
+    """Sums over two [tokens, channels] tensors of any dtypes of SIGNIFICAND_BITS.
+
+    `full` adds channel sums and, where dtypes match, ULP counts. `start` is the first row's number in
+    the whole tensor (a multiple of BLOCK_ROWS). `threads` spreads blocks of rows; it changes no bit.
+    """
+    if a.shape != b.shape or a.ndim != 2:
+        raise ValueError(f"two [tokens, channels] tensors of one shape, not {list(a.shape)} and {list(b.shape)}")
+    if start % BLOCK_ROWS:
+        raise ValueError(f"a shard starts at a multiple of {BLOCK_ROWS} rows, not at {start}")
+    implementation = implementation or choose(a.nbytes + b.nbytes, cuda=a.is_cuda)
+    run = _numba_runner(a, b, full) if implementation == "numba" else _torch_runner(a, b, full)
+    left_out = tuple(sorted(outliers))
+    rows, width = a.shape
+    ranges = [slice(at, min(rows, at + BLOCK_ROWS)) for at in range(0, rows, BLOCK_ROWS)]
+    if threads > 1:
+        with ThreadPoolExecutor(threads) as pool:
+            blocks = list(pool.map(lambda block: run(block, left_out), ranges))
+    else:
+        blocks = [run(block, left_out) for block in ranges]
+    sums = np.concatenate([np.zeros((len(FIELDS), 0)), *(block[0] for block in blocks)], axis=1)
+    if not full:
+        return PairStats(start, width, left_out, sums, None, None)
+    nodes = _folded({(0, start // BLOCK_ROWS + at): block[1] for at, block in enumerate(blocks)})
+    ulp = sum((block[2] for block in blocks), np.zeros(6, np.int64)) if a.dtype == b.dtype else None
+    return PairStats(start, width, left_out, sums, nodes, ulp)
+
+
+Block = tuple[Floats, Floats, NDArray[np.int64]]
+"""Of one block of rows: sums [fields, rows], channels [3, width] and ULP counts [6] (zeros if not asked)."""
+Runner = Callable[[slice, tuple[int, ...]], Block]
+
+
+def _torch_runner(a: torch.Tensor, b: torch.Tensor, full: bool) -> Runner:
+    """The torch implementation: float64 throughout, in pieces of about a million elements."""
+    piece = max(1, min(BLOCK_ROWS, (1 << (24 if a.is_cuda else 17)) // max(1, a.shape[1])))
+
+    def run(block: slice, outliers: tuple[int, ...]) -> Block:
+        sums, channels, ulp = [], np.zeros((3, a.shape[1])), np.zeros(6, np.int64)
+        for at in range(block.start, block.stop, piece):
+            rows = slice(at, min(block.stop, at + piece))
+            part, squares = _torch_piece(a[rows], b[rows], outliers, full)
+            sums.append(part)
+            channels += squares
+            if full:
+                ulp += _torch_ulp(a[rows], b[rows]) if a.dtype == b.dtype else 0
+        return np.concatenate(sums, axis=1), channels, ulp
+
+    return run
+
+
+def _torch_piece(a: torch.Tensor, b: torch.Tensor, outliers: tuple[int, ...], full: bool) -> tuple[Floats, Floats]:
+    """Per-token sums of FIELDS [fields, rows], and channel sums of dd, aa, bb [3, channels] if `full`."""
+    x, y = a.to(torch.float64, copy=True), b.to(torch.float64, copy=True)
+    counts = x.new_zeros(3, x.shape[0])
+    if not bool(torch.isfinite(x.sum() + y.sum())):
+        good_a, good_b = torch.isfinite(x), torch.isfinite(y)
+        counts = torch.stack([(~good_a).sum(1), (~good_b).sum(1), (~good_a & ~good_b).sum(1)]).to(torch.float64)
+        x, y = torch.where(good_a & good_b, x, 0.0), torch.where(good_a & good_b, y, 0.0)
+    squares = np.zeros((3, x.shape[1]))
+    if full:
+        squares = np.asarray(torch.stack([(side * side).sum(0) for side in (x - y, x, y)]).cpu().numpy())
+    index = torch.tensor(outliers, dtype=torch.int64, device=x.device)
+    massive = _torch_sums(x[:, index], y[:, index])
+    x[:, index], y[:, index] = 0.0, 0.0
+    rest = _torch_sums(x, y)
+    both = torch.cat((rest[:7] + massive[:7], torch.maximum(rest[7], massive[7])[None]))
+    return np.asarray(torch.cat((both, rest[:4], counts)).cpu().numpy()), squares
+
+
+def _torch_sums(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """[8, rows] the first eight FIELDS of two finite float64 tensors."""
+    if not x.shape[1]:
+        return x.new_zeros(8, x.shape[0])
+    d = x - y
+    products = [torch.bmm(p[:, None], q[:, :, None])[:, 0, 0] for p, q in ((x, y), (x, x), (y, y), (d, d))]
+    size = d.abs_()
+    return torch.stack([*products, size.sum(1), x.sum(1), y.sum(1), size.amax(1)])
+
+
+def _torch_ulp(a: torch.Tensor, b: torch.Tensor) -> NDArray[np.int64]:
+    """[6] ULP-distance counts by the sign-magnitude order of the codes; +0 and -0 are equal, NaN is never."""
+    bits = a.element_size() * 8
+    mask, top = (1 << (bits - 1)) - 1, _INFINITY[a.dtype]
+    codes = [side.contiguous().view(_INTEGER[a.dtype][0]).to(torch.int64) for side in (a, b)]
+    sizes = [code & mask for code in codes]
+    same = ((codes[0] >> (bits - 1)) & 1) == ((codes[1] >> (bits - 1)) & 1)
+    # Halves of the int64 range cannot overflow when added; only float64 ever reaches them.
+    apart = sizes[0].clamp(max=1 << 61) + sizes[1].clamp(max=1 << 61)
+    distance = torch.where(same, (sizes[0] - sizes[1]).abs(), apart)
+    distance = torch.where((sizes[0] > top) | (sizes[1] > top), 1 << 61, distance)
+    below = [int((distance <= edge).sum()) for edge in ULP_EDGES] + [distance.numel()]
+    return np.diff(np.array([0, *below], np.int64))
+
+
+def _numba_runner(a: torch.Tensor, b: torch.Tensor, full: bool) -> Runner:
+    """The numba implementation over integer views of the tensors: nothing is copied."""
+    from parity.compare_loops import compiled
+
+    left, right = (side.contiguous().view(_INTEGER[side.dtype][0]).numpy().view(_INTEGER[side.dtype][1])
+                   for side in (a, b))
+    narrow = max(a.element_size(), b.element_size()) < 4
+    # Magnitudes whose squares the lanes can neither overflow nor lose; rows beyond take the exact loop.
+    limits = (np.float32(2.0**-50), np.float32(2.0**55)) if narrow else (np.float64(2.0**-480), np.float64(2.0**480))
+    loop_rows, loop_channels, loop_ulp = compiled()
+    # Pieces of rows that stay in the second-level cache between the three loops.
+    piece = max(8, (512 << 10) // max(1, a.shape[1] * (a.element_size() + b.element_size())) & -8)
+
+    def run(block: slice, outliers: tuple[int, ...]) -> Block:
+        sums = np.zeros((block.stop - block.start, len(FIELDS)))
+        channels, ulp = np.zeros((3, a.shape[1])), np.zeros(6, np.int64)
+        left_out = np.array(outliers, np.int64)
+        for at in range(block.start, block.stop, piece):
+            rows = slice(at, min(block.stop, at + piece))
+            plain = np.ones(rows.stop - rows.start, np.bool_)
+            loop_rows(left[rows], right[rows], left_out, *limits, sums[at - block.start :][: plain.size], plain)
+            if full:
+                loop_channels(left[rows], right[rows], limits[0] - limits[0], plain, channels)
+                if a.dtype == b.dtype:
+                    loop_ulp(left[rows], right[rows], ulp)
+        return np.ascontiguousarray(sums.T), channels, ulp
+
+    return run

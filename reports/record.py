@@ -1,0 +1,151 @@
+"""The answers as data: findings, tables and suspicions in frozen records. Standard library only.
+
+A record never computes and never paints: probes and runners fill records with floats, painters
+(`to_text`, `to_json`, `to_html`, `to_markdown`) turn them into something to look at. The JSON form is
+described by `reports.schema`, which also keeps the schema's version.
+
+    python -m parity show REPORT.json
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Outcome = Literal["pass", "fail", "warn", "skipped", "error"]
+"""pass: compared, and within the limit. fail: compared, and outside. warn: worth a look, does not fail.
+skipped: not compared, because something is missing. error: the probe broke, or has no power here."""
+
+Verdict = Literal["ruled out", "found", "not tested"]
+"""The three answers to a suspicion."""
+
+Value = str | int | float | bool | None
+"""What a cell or a piece of evidence may hold. Non-finite floats are allowed; JSON tags them."""
+
+WORST_FIRST: tuple[Outcome, ...] = ("error", "fail", "warn", "skipped", "pass")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """One column of a table: what it is called, and how its numbers are to be read."""
+
+    key: str
+    """Stable name, used by charts, policies and readers of the JSON."""
+    title: str
+    """What a person reads above the column."""
+    unit: str = ""
+    """Unit or definition in a few words, for example `relative L2` or `s`."""
+    kind: Literal["text", "int", "float", "outcome", "flag"] = "text"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """How a table's rows may be drawn. `x`, `y`, `series` and `value` are column keys of that table.
+
+    `profile`: lines of `y` over `x`, one line a `series`. `heatmap`: `value` over `x` and `y`.
+    `timeline`: like profile, with `x` a step. `bars`: `y` for each `x`, grouped by `series`.
+    """
+
+    kind: Literal["profile", "heatmap", "timeline", "bars"]
+    x: str
+    y: str
+    series: str | None = None
+    value: str | None = None
+    log: bool = False
+    """Whether the value axis is logarithmic. Zeros are shown as such, never dropped silently."""
+    caption: str = ""
+    hover: tuple[str, ...] = ()
+    """Further column keys to show on hover, for example the token's text."""
+    limits: tuple[tuple[float, str], ...] = ()
+    """Values at which to rule a line across the value axis, with a label: what the rows were judged by."""
+    marks: tuple[tuple[Value, str], ...] = ()
+    """Places on the x axis worth pointing at, with a label: the step at which the wiring changed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of numbers, with what each column means."""
+
+    name: str
+    """Stable, unique within a report, for example `layers.fp32`."""
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Value, ...], ...]
+    caption: str = ""
+    chart: Chart | None = None
+    detail: bool = False
+    """True where the text painter leaves the rows out and only says that the table exists."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One question, its outcome, and the evidence in numbers."""
+
+    name: str
+    """Which check speaks: `dispatch`, `backends.fp32`, `loading`, ... Unique within a report."""
+    outcome: Outcome
+    sentence: str
+    """One sentence a reader understands without the evidence."""
+    evidence: tuple[tuple[str, Value], ...] = ()
+    """Pairs of name and measured value, in reading order."""
+    fault: str | None = None
+    """The fault's kind when one is recognised (a name of the deviations table)."""
+    next_step: str = ""
+    """What to do now. Required of every outcome but pass."""
+    tables: tuple[str, ...] = ()
+    """Names of the report's tables that hold the detail."""
+
+    def __post_init__(self) -> None:
+        if self.outcome != "pass" and not self.next_step:
+            raise ValueError(f"finding {self.name!r} ({self.outcome}) does not say what to do next")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspicion:
+    """Something a user may suspect, and the answer."""
+
+    name: str
+    """The suspicion in a user's words: `the kernels differ`, `the loader loads something else`."""
+    verdict: Verdict
+    because: str
+    """The evidence in one sentence, or what is missing."""
+    findings: tuple[str, ...] = ()
+    """The findings that the verdict rests on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Everything one command found. The order of fields is the order of the file."""
+
+    kind: Literal["check", "compare", "capture", "train", "eval", "env"]
+    title: str
+    created: str
+    """ISO 8601, UTC."""
+    command: str
+    """The command line that made it, so that it can be run again."""
+    subject: tuple[tuple[str, Value], ...]
+    """What was examined: model, revision, prompts, dtypes, ..."""
+    findings: tuple[Finding, ...]
+    suspicions: tuple[Suspicion, ...] = ()
+    tables: tuple[Table, ...] = ()
+    environment: tuple[tuple[str, Value], ...] = ()
+    """Versions, devices and variables that can change numbers."""
+    seconds: float = 0.0
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def outcome(self) -> Outcome:
+        """The worst finding's outcome; `skipped` for a report without findings (nothing is no pass).
+
+        `skipped` beside a pass or a warn does not pull the report down: what was skipped is listed.
+        """
+        outcomes = {finding.outcome for finding in self.findings}
+        for outcome in ("error", "fail", "warn", "pass"):
+            if outcome in outcomes:
+                return outcome
+        return "skipped"
+
+    def table(self, name: str) -> Table:
+        """The table of that name. Raises `KeyError` where there is none."""
+        for table in self.tables:
+            if table.name == name:
+                return table
+        raise KeyError(name)
