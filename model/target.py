@@ -46,9 +46,9 @@ class TargetSpec:
     loader: str = "AutoModelForCausalLM"
     """One of `LOADERS`."""
     device_map: str | None = None
-    keep_float32: bool = True
-    """Keep what a lower-precision checkpoint stores in float32. False is what a plain
-    `from_pretrained(dtype=...)` does: it rounds A_log and dt_bias."""
+    round_float32: bool = False
+    """Round what a lower-precision checkpoint stores in float32 (A_log, dt_bias) to the precision of the rest, as
+    a plain `from_pretrained(dtype=bfloat16)` does. False keeps it, as the engines that serve the model do."""
 
     def __post_init__(self) -> None:
         if self.loader not in LOADERS:
@@ -183,7 +183,8 @@ def _check_against_checkpoint(target: Target) -> None:
     for reader, key in stored.values():
         part = reader.get_slice(key)
         sizes[part.get_dtype()] = sizes.get(part.get_dtype(), 0) + _numel(part.get_shape())
-    mixed = max(sizes, key=lambda name: sizes[name]) != "F32"
+    main = max(sizes, key=lambda name: sizes[name])
+    mixed, low = main != "F32", torch.float16 if main == "F16" else torch.bfloat16
     wrong, kept, converted = [], [], []
     for name, parameter in target.model.named_parameters():
         key = canonical(name)
@@ -192,10 +193,13 @@ def _check_against_checkpoint(target: Target) -> None:
             continue
         reader, file_key = stored[key]
         part = reader.get_slice(file_key)
-        if target.spec.keep_float32 and mixed and part.get_dtype() == "F32" and parameter.dtype != torch.float32 \
-                and parameter.dtype != torch.float64:
-            parameter.data = reader.get_tensor(file_key).to(parameter.device)
+        if mixed and part.get_dtype() == "F32":
             kept.append(key)
+            if target.spec.round_float32:
+                parameter.data = reader.get_tensor(file_key).to(low).to(parameter.device, parameter.dtype)
+                continue
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = reader.get_tensor(file_key).to(parameter.device)
         if not _sample_equal(parameter, part):
             wrong.append(name)
     if wrong:

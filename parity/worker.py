@@ -90,21 +90,25 @@ class Server:
 
     def capture(self, *, spec: dict[str, Any], requests: list[dict[str, Any]], out: str, fingerprint: str,
                 progress: Callable[..., None], taps: list[str] | None = None, mode: str = "prefill",
-                local_from: str | None = None, rows: int = 1, operators: str | None = None,
+                local_from: str | None = None, rows: int = 1, operators: str | None = None, golden: bool = False,
                 rank: int = 0, world: int = 1) -> dict[str, Any]:
         """Write one trace. Only this rank's share of the requests; rank 0 finishes it."""
         from parity.model.capturing import capture
 
         target = self.target(spec)
-        return capture(target, requests, Path(out), backend=self.backend, fingerprint=fingerprint, taps=taps,
+        return capture(target, requests, Path(out), backend=self._backend(golden), fingerprint=fingerprint, taps=taps,
                        mode=mode, local_from=local_from, rows=rows, operators=Path(operators) if operators else None,
                        rank=rank, world=world, problems=self.problems, progress=progress)
 
-    def replay(self, *, calls: str, out: str, progress: Callable[..., None]) -> dict[str, Any]:
+    def replay(self, *, calls: str, out: str, progress: Callable[..., None], golden: bool = False) -> dict[str, Any]:
         """Run recorded operator calls on this worker's backend."""
         from parity.model.operators import replay
 
-        return {"replayed": replay(Path(calls), Path(out), self.backend)}
+        return {"replayed": replay(Path(calls), Path(out), self._backend(golden))}
+
+    def _backend(self, golden: bool) -> backends.Backend:
+        """Golden needs the same modules hidden as torch, so that one worker can do both."""
+        return backends.parse("golden") if golden and self.backend.name == "torch" else self.backend
 
     def wrap(self, *, model: str, out: str, progress: Callable[..., None]) -> dict[str, Any]:
         """Build a vision-language model around a text model's weights."""

@@ -1,0 +1,373 @@
+"""`parity check`: starts the workers, gathers the evidence, asks the probes, answers the suspicions.
+
+    report = check()                              # the embedded target
+    report = check(model="path/to/model", prompts=Path("prompts.jsonl"))
+
+Two workers run at a time: torch (with golden) and the backend held against it. A worker that dies, or a
+job that fails, leaves its traces absent with the reason; the probes that need them say skipped.
+"""
+
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from parity.capture import Worker, WorkerCrash, capture_with, tokenize
+from parity.environment import environment
+from parity.errors import ParityError
+from parity.model import backends
+from parity.probes.base import DTYPES, Answer, Evidence
+from parity.probes.table import TABLE
+from parity.prompts import Prompt, read_prompts
+from parity.reports.record import Finding, Report, Suspicion, Verdict
+from parity.trace import Trace
+
+BATCH = 4
+"""Rows of the batch whose noise is measured."""
+BLOCK = 8
+"""Tokens a verify block holds in the serving check."""
+GENERIC_PROMPTS = (
+    "The speed of light in a vacuum is a constant, and it follows that two observers who move apart",
+    "def mean(values):\n    return sum(values) / len(values)\n\nprint(mean([1, 2, 3]))",
+    "Question: A train leaves at 9:40 and arrives at 13:05. How long is the ride?\nAnswer:",
+)
+"""For a user's model without prompts of their own: prose, code and a question."""
+
+
+def check(*, model: str | None = None, prompts: Path | None = None, backend: str | None = None,
+          loader: str = "AutoModelForCausalLM", revision: str | None = None, device_map: str | None = None,
+          max_tokens: int = 160, traces: Path | None = None, threads: int = 1, hide: Sequence[str] = ()) -> Report:
+    """Everything before training, as a report.
+
+    `model` None is the embedded target. `traces` is a folder that keeps the captured traces (replaced if
+    it is an earlier run's); None keeps none. `hide` names modules that the other backend's worker must not
+    find. Raises ParityError for what the user can put right.
+    """
+    began = time.monotonic()
+    subject = _Subject(model=model, loader=loader, revision=revision, device_map=device_map, max_tokens=max_tokens,
+                       threads=threads, hide=tuple(hide), prompts=_prompts(model, prompts),
+                       other=backend or ("fla" if backends.missing(backends.parse("fla")) is None else "fla-interpreted"))
+    backends.parse(subject.other)
+    with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
+        folder = Path(scratch)
+        with _progress(subject) as step:
+            evidence = _Gathering(subject, folder, step).evidence()
+        answers = [(entry.name, _ask(entry, evidence)) for entry in TABLE]
+        report = _report(subject, evidence, answers, began)
+        if traces is not None:
+            _keep(folder, traces)
+    return report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Subject:
+    """What is examined."""
+
+    model: str | None
+    prompts: tuple[Prompt, ...]
+    loader: str
+    revision: str | None
+    device_map: str | None
+    max_tokens: int
+    threads: int
+    other: str
+    hide: tuple[str, ...]
+
+    @property
+    def path(self) -> str:
+        """Name or path of the model; the embedded one, checked, where none was named."""
+        if self.model is not None:
+            return self.model
+        from parity.model.tiny import embedded
+
+        return str(embedded("hybrid"))
+
+    def spec(self, dtype: str, **changes: Any) -> dict[str, Any]:
+        """The `TargetSpec` fields."""
+        return {"model": self.path, "revision": self.revision, "dtype": dtype, "loader": self.loader,
+                "device_map": self.device_map} | changes
+
+
+def _prompts(model: str | None, file: Path | None) -> tuple[Prompt, ...]:
+    """The user's prompts, or built-in ones: one row of the embedded corpus, or generic text."""
+    if file is not None:
+        return tuple(read_prompts(file))
+    if model is not None:
+        return tuple(Prompt(id=f"built-in-{i}", text=text) for i, text in enumerate(GENERIC_PROMPTS))
+    from parity.model.corpus import conversation
+
+    return (Prompt(id="conversation", messages=tuple(dict(message) for message in conversation(1, "held-out", 170))),)
+
+
+class _Gathering:
+    """Runs the captures of both workers and keeps what came of them."""
+
+    def __init__(self, subject: _Subject, folder: Path, step: Callable[[str, str], None]) -> None:
+        self.subject, self.folder, self.step = subject, folder, step
+        self.traces: dict[str, Trace] = {}
+        self.absent: dict[str, str] = {}
+        self.crashes: dict[str, tuple[str, str]] = {}
+        self.operators: dict[str, Path] = {}
+        self.self_tests: dict[str, tuple[float, float]] = {}
+        self.target: dict[str, Any] = {}
+        self.requests: list[dict[str, Any]] = []
+        self._known, self._plain = threading.Event(), {dtype: threading.Event() for dtype in DTYPES}
+
+    def evidence(self) -> Evidence:
+        """Gather with two workers at a time. Raises ParityError where the target itself cannot be examined."""
+        with ThreadPoolExecutor(2) as pool:
+            # The reference is needed first, since its trouble (a wrong path, say) is the user's to put right.
+            reference, other = pool.submit(self._guarded, self._torch), pool.submit(self._guarded, self._other)
+            try:
+                reference.result()
+                other.result()
+            finally:
+                self._open_gates()
+        return Evidence(other=self.subject.other, traces=self._in_order(), absent=self.absent, crashes=self.crashes,
+                        operators=self.operators, self_tests=self.self_tests, target=self.target)
+
+    def _in_order(self) -> dict[str, Trace]:
+        """Traces in the order a reader expects, not in that of two racing workers."""
+        return {name: self.traces[name] for name in sorted(self.traces)}
+
+    def _guarded(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        finally:
+            if part == self._torch:
+                self._open_gates()
+
+    def _open_gates(self) -> None:
+        for event in (self._known, *self._plain.values()):
+            event.set()
+
+    def _torch(self) -> None:
+        """Everything that torch computes: references first, then floors, golden, loaders and serving modes."""
+        subject = self.subject
+        with Worker("torch", threads=subject.threads) as worker:
+            self.step("torch", "reading the target")
+            self.requests = tokenize(worker, subject.path, subject.prompts, revision=subject.revision,
+                                     max_tokens=subject.max_tokens)
+            self.target = worker.call("describe", spec=subject.spec("bfloat16"))
+            self._known.set()
+            for dtype in ("bf16", "fp32"):
+                self._capture(worker, f"torch.{dtype}", dtype, record=True, required=True)
+                self._plain[dtype].set()
+                self._capture(worker, f"torch.{dtype}.rerun", dtype)
+                self._capture(worker, f"torch.{dtype}.batch", dtype, rows=BATCH)
+            self._capture(worker, "torch.fp32.decode", "fp32", mode="decode")
+            self._capture(worker, "torch.fp32.blocks", "fp32", mode=f"blocks:{BLOCK}")
+            self._capture(worker, "golden", "fp32", golden=True)
+            for dtype in DTYPES:
+                self._golden_operators(worker, dtype)
+            self._loaders(worker)
+
+    def _golden_operators(self, worker: Worker, dtype: str) -> None:
+        if f"torch.{dtype}" in self.operators:
+            name, out = f"golden.{dtype}", self.folder / f"golden.{dtype}.operators.safetensors"
+            if self._try(name, worker, lambda: worker.call(
+                    "replay", calls=str(self.operators[f"torch.{dtype}"]), out=str(out), golden=True)):
+                self.operators[name] = out
+
+    def _loaders(self, worker: Worker) -> None:
+        """The target through other loaders; with A_log and dt_bias rounded; and inside a wrapper."""
+        if self.target["kept_float32"]:
+            self._capture(worker, "loading.rounded", "fp32", spec={"round_float32": True})
+        self._capture(worker, "loading.AutoModel", "fp32", spec={"loader": "AutoModel"})
+        if self.subject.model is not None:
+            for name in ("loading.wrapper", "loading.wrapped-text"):
+                self.absent[name] = "only the embedded target is wrapped on the spot"
+            return
+        wrapped = self.folder / "wrapped"
+        if self._try("loading.wrapper", worker, lambda: worker.call("wrap", model=self.subject.path, out=str(wrapped))):
+            self._capture(worker, "loading.wrapper", "fp32",
+                          spec={"model": str(wrapped), "loader": "AutoModelForImageTextToText"})
+            self._capture(worker, "loading.wrapped-text", "fp32", spec={"model": str(wrapped)})
+
+    def _other(self) -> None:
+        """The backend held against torch: whole passes, then layers fed torch's input."""
+        name = self.subject.other
+        names = [f"other.{dtype}{kind}" for kind in ("", ".local") for dtype in DTYPES]
+        try:
+            worker = Worker(name, threads=self.subject.threads, hide=self.subject.hide)
+        except ParityError as error:
+            self.absent |= dict.fromkeys(names, error.found)
+            return
+        with worker:
+            if name == "fla-interpreted":
+                for dtype in DTYPES.values():
+                    self._self_test(worker, dtype)
+            self._known.wait()
+            if "linear_attention" not in self.target.get("layer_types", ()):
+                self.absent |= dict.fromkeys(names, "no linear-attention layer in this model")
+                return
+            for dtype in ("bf16", "fp32"):
+                self._capture(worker, f"other.{dtype}", dtype)
+                self._plain[dtype].wait()
+                self._capture(worker, f"other.{dtype}.local", dtype, record=True, local_from=f"torch.{dtype}")
+
+    def _self_test(self, worker: Worker, dtype: str) -> None:
+        def run() -> None:
+            result = worker.call("self_test", dtype=dtype)
+            self.self_tests[dtype] = (result["error"], result["limit"])
+
+        self.step("other", f"self-test in {dtype}")
+        self._try(f"self-test.{dtype}", worker, run)
+
+    def _capture(self, worker: Worker, name: str, dtype: str, *, record: bool = False, required: bool = False,
+                 spec: dict[str, Any] | None = None, local_from: str | None = None, **options: Any) -> None:
+        """One trace by name; where it fails, `absent` says why. `required` lets a user's error through."""
+        if local_from is not None:
+            if local_from not in self.traces:
+                self.absent[name] = f"{local_from} was not captured"
+                return
+            options["local_from"] = str(self.traces[local_from].path)
+        out, calls = self.folder / name, self.folder / f"{name}.operators.safetensors"
+        self.step("torch" if worker.backend == "torch" else "other", name)
+
+        def run() -> None:
+            capture_with(worker, self.subject.spec(DTYPES[dtype], **(spec or {})), self.requests, out,
+                         operators=str(calls) if record else None, **options)
+            self.traces[name] = Trace.open(out)
+            if record:
+                self.operators[name] = calls
+
+        if required:
+            run()
+        else:
+            self._try(name, worker, run)
+
+    def _try(self, name: str, worker: Worker, run: Callable[[], Any]) -> bool:
+        """Whether `run` came through; where not, the reason is kept, and a crash becomes a finding."""
+        if worker.backend in self.crashes:
+            self.absent[name] = f"the {worker.backend} worker {self.crashes[worker.backend][0]}"
+            return False
+        try:
+            run()
+        except ParityError as error:
+            self.absent[name] = error.found
+            return False
+        except WorkerCrash as crash:
+            self.absent[name] = str(crash)
+            self.crashes[worker.backend] = (f"{crash.found}, at {name}", crash.tail)
+            return False
+        return True
+
+
+def _ask(entry: Any, evidence: Evidence) -> Answer:
+    """One probe's answer; a probe that breaks is a finding `error`, and the others go on."""
+    import traceback
+
+    try:
+        answer: Answer = entry.load().run(evidence)
+    except Exception:
+        lines = traceback.format_exc().strip().splitlines()
+        return Answer(findings=(Finding(name=entry.name, outcome="error", sentence=f"the probe itself broke: {lines[-1]}",
+                                        evidence=(("traceback", "\n".join(lines[-12:])),),
+                                        next_step="report it to parity with this report"),))
+    return answer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Question:
+    """A suspicion, the findings (by prefix) that answer it, and what to say where nothing was tested."""
+
+    name: str
+    findings: tuple[str, ...]
+    untested: str = ""
+    semantic: bool = field(default=True)
+    """False where the evidence bounds a difference and cannot rule it out."""
+
+
+SUSPICIONS = (
+    _Question(name="the kernels that were asked for never ran", findings=("dispatch",)),
+    _Question(name="the kernels compute another function", findings=("kernels.fp32.gate", "kernels.fp32.controls", "kernels.fp32.local",
+                                                                     "kernels.fp32.layers")),
+    _Question(name="the bf16 kernels differ by more than rounding", findings=("kernels.bf16.gate", "kernels.bf16.controls",
+                                                                             "kernels.bf16.local", "kernels.bf16.layers")),
+    _Question(name="an operator is wrong by itself", findings=("operators",)),
+    _Question(name="torch's fallback itself is wrong", findings=("golden",)),
+    _Question(name="it matters how the target is loaded", findings=("loading.AutoModel", "loading.wrapper", "loading.wrapped-text")),
+    _Question(name="weights are random or were not loaded", findings=("loading.weights",)),
+    _Question(name="decoding or verifying gives other states than prefill", findings=("serving",)),
+    _Question(name="runs or batch sizes change the states", findings=("floor",)),
+    _Question(name="the trainer's wiring is not what it is declared to be", findings=("inputs", "noise", "loss", "labels"),
+              untested="the wiring probes ask a trainer's step, and this check examined the target alone"),
+)
+
+
+def suspicions(findings: Sequence[Finding]) -> tuple[Suspicion, ...]:
+    """The table a check ends with: ruled out, found, or not tested because."""
+    return tuple(_answer(question, findings) for question in SUSPICIONS)
+
+
+def _answer(question: _Question, findings: Sequence[Finding]) -> Suspicion:
+    mine = [f for f in findings if any(f.name == name or f.name.startswith(name + ".") for name in question.findings)]
+    found = [f for f in mine if f.outcome == "fail"]
+    open_ = [f for f in mine if f.outcome in ("error",)] or [f for f in mine if f.outcome == "skipped"]
+    passed = [f for f in mine if f.outcome in ("pass", "warn")]
+    verdict: Verdict = "not tested"
+    because = question.untested or "no probe asked"
+    if found:
+        verdict, because = "found", found[0].sentence
+    elif [f for f in mine if f.outcome == "error"] or not passed:
+        because = open_[0].sentence if open_ else because
+    else:
+        verdict, because = "ruled out", passed[0].sentence
+        if open_:
+            because += f" ({len(open_)} of {len(mine)} checks were skipped)"
+    return Suspicion(name=question.name, verdict=verdict, because=because, findings=tuple(f.name for f in mine))
+
+
+def _report(subject: _Subject, evidence: Evidence, answers: Sequence[tuple[str, Answer]], began: float) -> Report:
+    findings = tuple(finding for _, answer in answers for finding in answer.findings)
+    tables = tuple(table for _, answer in answers for table in answer.tables)
+    reference = evidence.traces["torch.fp32"]
+    tokens = sum(len(request.token_ids) for request in reference.requests)
+    calls = sum(call.calls for name, trace in evidence.traces.items() if name.startswith("other.")
+                for call in trace.manifest.backend.calls if call.operator == "delta")
+    return Report(
+        kind="check", title=f"{'embedded target' if subject.model is None else subject.model}: torch against {subject.other}",
+        created=datetime.now(UTC).isoformat(timespec="seconds"), command=" ".join(["parity", *sys.argv[1:]]),
+        subject=(("target", "embedded hybrid target" if subject.model is None else subject.model),
+                 ("class", evidence.target["class"]), ("parameters", evidence.target["parameters"]),
+                 ("layers", len(evidence.target["layer_types"])), ("linear layers", len(evidence.linear)),
+                 ("requests", len(reference.requests)), ("tokens", tokens), ("backends", f"torch against {subject.other}"),
+                 (f"delta-rule calls on {subject.other}", calls)),
+        findings=findings, suspicions=suspicions(findings), tables=tables,
+        environment=tuple(sorted((reference.manifest.environment | environment()).items())),
+        seconds=round(time.monotonic() - began, 1))
+
+
+def _keep(folder: Path, traces: Path) -> None:
+    """Move the traces to where the user asked for them; an earlier run's are replaced, anything else is not."""
+    mark = "made-by-parity-check"
+    if traces.exists():
+        if not (traces / mark).is_file():
+            raise ParityError(f"traces in {traces}", "a folder that parity did not make", "choose another --out")
+        shutil.rmtree(traces)
+    traces.parent.mkdir(parents=True, exist_ok=True)
+    (folder / mark).touch()
+    shutil.copytree(folder, traces, ignore=shutil.ignore_patterns("wrapped", "*.operators.safetensors"))
+
+
+@contextmanager
+def _progress(subject: _Subject) -> Iterator[Callable[[str, str], None]]:
+    """What each worker is doing, on standard error where that is a terminal; silent where it is not."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console,
+                  disable=not console.is_terminal, transient=True) as bar:
+        tasks = {"torch": bar.add_task("torch: starting"), "other": bar.add_task(f"{subject.other}: starting")}
+        names = {"torch": "torch", "other": subject.other}
+        yield lambda worker, doing: bar.update(tasks[worker], description=f"{names[worker]}: {doing}")

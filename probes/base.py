@@ -1,0 +1,139 @@
+"""What a probe is, and what a trace probe may ask for.
+
+A probe asks one question. It is given `Evidence` (the traces that workers captured, or the reason why
+one is missing) and answers with findings and tables. What is missing is a `skipped` finding that says
+so; a probe never passes on nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from parity.compare import Comparison, compare_traces
+from parity.compare_kernel import pair_stats
+from parity.compare_report import tables_and_findings
+from parity.reports.record import Column, Finding, Outcome, Table, Value
+from parity.tolerance import Floor
+from parity.trace import Trace
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What the workers brought."""
+
+    other: str
+    """The backend that is held against torch."""
+    traces: Mapping[str, Trace]
+    """By name: `torch.fp32`, `other.bf16.local`, `golden`, `torch.fp32.decode`, ..."""
+    absent: Mapping[str, str]
+    """Why a trace is not there: what is missing, or how its worker ended."""
+    crashes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Worker to (what happened, last lines of its standard error)."""
+    operators: Mapping[str, Path] = field(default_factory=dict)
+    """Recorded operator calls by name: `torch.fp32`, `golden.fp32`, `other.fp32.local`."""
+    self_tests: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """The interpreter's error and limit by dtype."""
+    target: Mapping[str, Any] = field(default_factory=dict)
+    """Structure of the target, as the worker described it."""
+
+    @property
+    def linear(self) -> list[int]:
+        """The decoder layers with linear attention."""
+        return [index for index, kind in enumerate(self.target["layer_types"]) if kind == "linear_attention"]
+
+    def why_not(self, *names: str) -> str | None:
+        """Why these traces cannot be compared, or None where all are there."""
+        for name in names:
+            if name not in self.traces:
+                return f"{name}: {self.absent.get(name, 'was not captured')}"
+        return None
+
+    def floor(self, dtype: str) -> Floor | None:
+        """What a rerun and another batch size change on torch here, by tap; None where neither was captured."""
+        floors = []
+        for kind in ("rerun", "batch"):
+            pair = (f"torch.{dtype}.{kind}", f"torch.{dtype}")
+            if self.why_not(*pair) is None:
+                comparison = compare_traces(self.traces[pair[0]], self.traces[pair[1]])
+                errors = {tap.tap: tap.token_errors for tap in comparison.taps}
+                floors.append(Floor.measured(kind, errors, str(self.traces[pair[0]].manifest.environment.get("cpu"))))
+        if not floors:
+            return None
+        result = floors[0]
+        for more in floors[1:]:
+            result = result.or_larger(more)
+        return result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a probe found."""
+
+    findings: tuple[Finding, ...]
+    tables: tuple[Table, ...] = ()
+
+
+class TraceProbe(Protocol):
+    """One question asked of traces. `name` is also the first part of its findings' names."""
+
+    name: str
+
+    def run(self, evidence: Evidence) -> Answer:
+        """Answer from the evidence. Raises only where the probe itself is broken."""
+
+
+def skipped(name: str, because: str, next_step: str) -> Answer:
+    """The answer of a probe that could not ask."""
+    return Answer(findings=(Finding(name=name, outcome="skipped", sentence=f"not compared: {because}",
+                                    next_step=next_step),))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairAnswer:
+    """A comparison of two traces in a probe's terms."""
+
+    comparison: Comparison
+    findings: tuple[Finding, ...]
+    tables: tuple[Table, ...]
+
+
+def compare_pair(evidence: Evidence, name: str, a: str, b: str, *, golden: str | None = None,
+                 floor: Floor | None = None, taps: Sequence[str] | None = None) -> PairAnswer:
+    """Compare two traces of the evidence; tables other than the profile are kept as detail."""
+    from dataclasses import replace
+
+    comparison = compare_traces(evidence.traces[a], evidence.traces[b], floor=floor, taps=taps,
+                                golden=evidence.traces[golden] if golden else None)
+    tables, findings = tables_and_findings(comparison, name=name)
+    return PairAnswer(comparison=comparison, findings=findings,
+                      tables=tuple(replace(table, detail=True) for table in tables))
+
+
+def worst(findings: Sequence[Finding]) -> Outcome:
+    """The worst outcome of some findings; skipped for none."""
+    outcomes = {finding.outcome for finding in findings}
+    order: tuple[Outcome, ...] = ("error", "fail", "warn", "skipped", "pass")
+    return next((outcome for outcome in order if outcome in outcomes), "skipped")
+
+
+def relative_l2(a: Trace, b: Trace, tap: str) -> float:
+    """|a - b| / |b| of one tap over all requests both hold, as one vector; dtypes may differ."""
+    difference = reference = 0.0
+    for request in b.requests:
+        stats = pair_stats(a.tensor(request.id, tap), b.tensor(request.id, tap), full=False)
+        difference += float(stats.field("dd").sum())
+        reference += float(stats.field("bb").sum())
+    return (difference / reference) ** 0.5 if reference else float("inf") if difference else 0.0
+
+
+def text_columns(*names: tuple[str, str]) -> tuple[Column, ...]:
+    """Text columns of (key, title)."""
+    return tuple(Column(key=key, title=title) for key, title in names)
+
+
+def evidence_of(**values: Value) -> tuple[tuple[str, Value], ...]:
+    """Pairs for a finding's evidence, names with spaces for underscores."""
+    return tuple((name.replace("_", " "), value) for name, value in values.items())

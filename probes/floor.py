@@ -1,0 +1,46 @@
+"""How large is a difference that means nothing? Reruns and batch sizes, measured on this machine.
+
+Method: the same backend again, and the same row in a batch of four. What they change is the floor by
+which other pairs are judged. Cost: four forwards on torch. Faults: `not-reproducible`.
+"""
+
+from parity.probes.base import Answer, Evidence, compare_pair, skipped
+from parity.reports.record import Column, Finding, Table, Value
+
+
+class MeasuredFloor:
+    """Measures, and fails where a rerun is not the same run or a batch changes more than rounding explains."""
+
+    name = "floor"
+
+    def run(self, evidence: Evidence) -> Answer:
+        """One finding for each dtype, and the measured sizes as a table."""
+        findings, rows = [], []
+        for dtype in ("fp32", "bf16"):
+            why = evidence.why_not(f"torch.{dtype}.rerun", f"torch.{dtype}.batch", f"torch.{dtype}")
+            if why:
+                findings += skipped(f"floor.{dtype}", why, "capture a rerun and a larger batch").findings
+                continue
+            pairs = {kind: compare_pair(evidence, f"floor.{dtype}.{kind}", f"torch.{dtype}.{kind}", f"torch.{dtype}")
+                     for kind in ("rerun", "batch")}
+            findings.append(self._finding(dtype, {kind: pair.comparison for kind, pair in pairs.items()}))
+            for kind, pair in pairs.items():
+                rows += [(dtype, kind, tap.tap, tap.error_rms, tap.error_max) for tap in pair.comparison.taps]
+        return Answer(findings=tuple(findings), tables=(self._table(rows),))
+
+    def _finding(self, dtype: str, comparisons: dict) -> Finding:  # type: ignore[type-arg]
+        sizes = {kind: max(tap.error_max for tap in c.taps) for kind, c in comparisons.items()}
+        bad = [kind for kind, c in comparisons.items() if c.outcome != "pass"]
+        evidence = tuple((f"{kind}, worst token", size) for kind, size in sizes.items())
+        if bad:
+            return Finding(name=f"floor.{dtype}", outcome="fail", fault="not-reproducible", evidence=evidence,
+                           sentence=f"{' and '.join(bad)} on torch changes more than rounding explains in {dtype}",
+                           next_step="make the run reproducible first; `parity env` lists the variables that matter")
+        return Finding(name=f"floor.{dtype}", outcome="pass", evidence=evidence, tables=("floor",),
+                       sentence=f"{dtype} on torch: a rerun changes {sizes['rerun']:.1e} and a batch of four {sizes['batch']:.1e} "
+                                "at the worst token; other differences are judged by these, or by rounding where it is larger")
+
+    def _table(self, rows: list[tuple[Value, ...]]) -> Table:
+        return Table(name="floor", title="What changes nothing: rerun and batch size", detail=True, rows=tuple(rows), columns=(
+            Column(key="dtype", title="dtype"), Column(key="kind", title="changed"), Column(key="tap", title="tap"),
+            Column(key="rms", title="token rms", kind="float"), Column(key="worst", title="worst token", kind="float")))
