@@ -10,6 +10,7 @@ dt_bias) stay in float32, as the engines that serve the model keep them.
 """
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -122,19 +123,27 @@ def load(spec: TargetSpec) -> Target:
     return target
 
 
+def source(model: str) -> tuple[str, dict[str, str]]:
+    """(name or folder, further options) under which transformers finds a model, a .gguf file included.
+
+    Raises ParityError for a path that is not there: as a name on a hub it would only be misunderstood.
+    """
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return str(path.parent), {"gguf_file": path.name}
+    if (model.startswith((".", "/", "~")) or path.suffix == ".gguf") and not path.is_dir():
+        raise ParityError(f"model {model}", "no such folder or .gguf file", "give the folder that holds config.json")
+    return str(path) if path.is_dir() else model, {}
+
+
 def _from_pretrained(spec: TargetSpec) -> tuple[Any, Mapping[str, Any]]:
     import transformers
 
-    options: dict[str, Any] = {"revision": spec.revision, "output_loading_info": True,
+    name, found = source(spec.model)
+    options: dict[str, Any] = {"revision": spec.revision, "output_loading_info": True, **found,
                                "dtype": "auto" if spec.dtype == "auto" else getattr(torch, spec.dtype)}
     if spec.device_map is not None:
         options["device_map"] = spec.device_map
-    path = Path(spec.model)
-    name = spec.model
-    if path.suffix == ".gguf" and path.is_file():
-        name, options["gguf_file"] = str(path.parent), path.name
-    elif spec.model.startswith((".", "/", "~")) and not path.expanduser().is_dir():
-        raise ParityError(f"model {spec.model}", "no such folder", "give the folder that holds config.json")
     try:
         model, info = getattr(transformers, spec.loader).from_pretrained(name, **options)
     except (OSError, ValueError) as error:
@@ -396,9 +405,12 @@ def _run(target: Target, ids: Tensor, mode: str, recorder: "_TapRecorder") -> No
         return
     from transformers import DynamicCache
 
-    cache, start = DynamicCache(config=target.config), 0
+    # 5.24 renamed the argument; the old name still works there, with a warning for every call.
+    parameters = inspect.signature(type(target.model).forward).parameters
+    name = "cache" if "cache" in parameters else "past_key_values"
+    given, start = {name: DynamicCache(config=target.config)}, 0
     for size in steps(mode, ids.shape[1]):
-        recorder.logits(target.model(input_ids=ids[:, start:start + size], past_key_values=cache, use_cache=True))
+        recorder.logits(target.model(input_ids=ids[:, start:start + size], use_cache=True, **given))
         start += size
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from parity.errors import ParityError
+from parity.model.target import source
 from parity.trace import RequestEntry
 
 
@@ -36,12 +37,12 @@ def entries(model: str, revision: str | None, prompts: Sequence[dict[str, Any]],
 
 
 def _limits(model: str, revision: str | None) -> tuple[int | None, int]:
+    """(longest input, size of the vocabulary)."""
     from transformers import AutoConfig
 
-    where, file = _gguf(model)
-    options = {"gguf_file": file} if file else {}
+    name, options = source(model)
     try:
-        config = AutoConfig.from_pretrained(where, revision=revision, **options).get_text_config()
+        config = AutoConfig.from_pretrained(name, revision=revision, **options).get_text_config()
     except (OSError, ValueError) as error:
         raise ParityError(f"model {model}", str(error).strip().splitlines()[0], "check the name or path") from error
     return getattr(config, "max_position_embeddings", None), int(config.vocab_size)
@@ -51,20 +52,13 @@ def _tokenizer(model: str, revision: str | None) -> Any:
     """The tokenizer, or None where the model has none (then prompts must be given as ids)."""
     from transformers import AutoTokenizer
 
-    where, file = _gguf(model)
-    options = {"gguf_file": file} if file else {}
+    name, options = source(model)
     try:
-        return AutoTokenizer.from_pretrained(where, revision=revision, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, **options)
     except (OSError, ValueError, KeyError):
         return None
-
-
-def _gguf(model: str) -> tuple[str, str | None]:
-    """(folder, file name) of a .gguf path; (model, None) for anything else."""
-    if not model.endswith(".gguf"):
-        return model, None
-    folder, _, file = model.rpartition("/")
-    return folder or ".", file
+    # A folder without tokenizer files gives an empty one of the model's family, which maps any text to nothing.
+    return tokenizer if tokenizer.vocab_size > 1 else None
 
 
 def _ids(tokenizer: Any, model: str, prompt: dict[str, Any]) -> tuple[list[int], int, Any]:

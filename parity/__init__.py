@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for type checkers, which do not run `__getattr__`
-    from parity.capture import capture as capture
+    from parity.capture import capture_to as capture
     from parity.compare import compare as compare
     from parity.errors import ExitCode as ExitCode
     from parity.errors import NothingComparable as NothingComparable
@@ -31,7 +31,7 @@ PUBLIC: dict[str, str] = {
     "ParityError": "parity.errors:ParityError",
     "Report": "parity.reports.record:Report",
     "Trace": "parity.trace:Trace",
-    "capture": "parity.capture:capture",
+    "capture": "parity.capture:capture_to",
     "check": "parity.runner:check",
     "compare": "parity.compare:compare",
 }
@@ -51,7 +51,7 @@ __all__ = [
 
 
 class _Command(ModuleType):
-    """A module of ours that can be called as its function of the same name: `parity.compare(a, b)`.
+    """A module of ours that can be called as the command of its name: `parity.compare(a, b)`.
 
     `parity.compare` is both a module and a command. Python makes the module an attribute of the package
     as soon as anything imports it, so without this class the name would mean one or the other by import
@@ -59,14 +59,15 @@ class _Command(ModuleType):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self, self.__name__.rpartition(".")[2])(*args, **kwargs)
+        _, _, function = PUBLIC[self.__name__.removeprefix("parity.")].partition(":")
+        return getattr(self, function)(*args, **kwargs)
 
 
 class _Package(ModuleType):
     """The package `parity`: makes each command's module callable when it is imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if isinstance(value, ModuleType) and PUBLIC.get(name) == f"{value.__name__}:{name}":
+        if isinstance(value, ModuleType) and name in PUBLIC:
             value.__class__ = _Command
         super().__setattr__(name, value)
 

@@ -9,9 +9,10 @@ serves CUDA tensors and small inputs, for which a compiler would cost more than 
 
 The contract. `a` is the candidate and `b` the reference. An element that is not finite on either side
 is left out of every sum and counted. `robust` sums leave out the channels in `outliers`. Sums agree with
-float64 to 1e-6 (of |a||b| for the dot product, of sum |x| for sums of signed numbers). A row's sums depend on that
-row alone and channel sums are combined over fixed blocks of rows in a fixed tree, so that shards of
-whole blocks merge to the same bits as one pass.
+float64 to 1e-6 (of |a||b| for the dot product, of sum |x| for sums of signed numbers). A row's sums
+depend on that row alone and channel sums are combined over fixed blocks of rows in a fixed tree, so that
+shards of whole blocks merge to the same bits as one pass. (Same implementation and same CPU features:
+numba's lanes are as wide as the machine's.)
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,9 +29,9 @@ Implementation = Literal["numba", "torch"]
 
 BLOCK_ROWS = 256
 """Rows of one leaf of the merge tree. Shards begin at multiples of it."""
-NUMBA_FROM_BYTES = 64 << 20
-"""Bytes of both sides above which compiling pays: torch does about .4 GB/s, the first compile of a
-dtype pair costs about 4 s, a cached one .7 s (measured with tests/bench/bench_compare.py)."""
+NUMBA_FROM_BYTES = 128 << 20
+"""Bytes of both sides above which numba pays. Measured on one thread with tests/bench/bench_compare.py:
+torch .2 GB/s; numba 6 GB/s after .8 s for its import and the cached code, or 3 s for a first compile."""
 MAX_OUTLIERS = 8
 OUTLIER_TIMES = 6.0
 """A channel is massive where its rms exceeds this many medians: ordinary hidden channels stay within
@@ -46,7 +47,8 @@ _INTEGER = {torch.float8_e4m3fn: (torch.uint8, np.uint8), torch.float8_e5m2: (to
             torch.bfloat16: (torch.int16, np.uint16), torch.float16: (torch.int16, np.int16),
             torch.float32: (torch.int32, np.uint32), torch.float64: (torch.int64, np.uint64)}
 """The integer view that names a dtype to numba: its types stand for formats (int16 is fp16)."""
-_INFINITY = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C, torch.bfloat16: 0x7F80, torch.float16: 0x7C00,
+_INFINITY = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C, torch.bfloat16: 0x7F80,
+             torch.float16: 0x7C00,
              torch.float32: 0x7F800000, torch.float64: 0x7FF0000000000000}
 """Largest magnitude code that is not NaN (e4m3fn has no infinity)."""
 
@@ -73,7 +75,8 @@ class PairStats:
 
     def field(self, name: str) -> Floats:
         """[tokens] one of FIELDS."""
-        return self.sums[FIELDS.index(name)]
+        values: Floats = self.sums[FIELDS.index(name)]
+        return values
 
     def relative_l2(self, *, robust: bool = False) -> Floats:
         """[tokens] |a - b| / |b|. Two zero rows are equal (0); anything against a zero row is inf."""
@@ -81,7 +84,7 @@ class PairStats:
         return ratio(np.sqrt(self.field("dd" + tail)), np.sqrt(self.field("bb" + tail)))
 
     def cosine_gap(self, *, robust: bool = False) -> Floats:
-        """[tokens] 1 - cosine, from |a - b|^2 so that it stays exact near 0. A zero row against another has gap 1."""
+        """[tokens] 1 - cosine, from |a - b|^2, exact near 0. A zero row against another has gap 1."""
         tail = "_r" if robust else ""
         a, b = np.sqrt(self.field("aa" + tail)), np.sqrt(self.field("bb" + tail))
         return _gap(self.field("dd" + tail), a, b)
@@ -111,7 +114,7 @@ class PairStats:
         return total
 
 
-def ratio(top: Floats, bottom: Floats) -> Floats:
+def ratio(top: Floats, bottom: Floats | np.float64) -> Floats:
     """top / bottom, elementwise, with 0 / 0 = 0 and x / 0 = inf."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(top == 0, 0.0, top / bottom)
@@ -129,9 +132,10 @@ def merge(parts: Iterable[PairStats]) -> PairStats:
     ordered = sorted(parts, key=lambda part: part.start)
     first = ordered[0]
     for left, right in zip(ordered, ordered[1:], strict=False):
-        if left.start + left.rows != right.start or right.start % BLOCK_ROWS or left.outliers != right.outliers:
-            raise ValueError(f"rows {right.start}.. do not continue rows {left.start}..{left.start + left.rows}"
-                             f" at a multiple of {BLOCK_ROWS} with the same outlier channels")
+        end = left.start + left.rows
+        if end != right.start or right.start % BLOCK_ROWS or left.outliers != right.outliers:
+            raise ValueError(f"rows {right.start}.. do not continue rows {left.start}..{end} at a multiple "
+                             f"of {BLOCK_ROWS} with the same outlier channels")
     nodes: dict[tuple[int, int], Floats] | None = None
     if all(part.nodes is not None for part in ordered):
         nodes = _folded({key: node for part in ordered for key, node in (part.nodes or {}).items()})
@@ -175,15 +179,15 @@ def choose(bytes_of_both_sides: int, *, cuda: bool = False) -> Implementation:
     return "torch" if cuda or bytes_of_both_sides < NUMBA_FROM_BYTES else "numba"
 
 
-def pair_stats(a: torch.Tensor, b: torch.Tensor, *, outliers: Sequence[int] = (), full: bool = True, start: int = 0,
-               implementation: Implementation | None = None, threads: int = 1) -> PairStats:
+def pair_stats(a: torch.Tensor, b: torch.Tensor, *, outliers: Sequence[int] = (), full: bool = True,
+               start: int = 0, implementation: Implementation | None = None, threads: int = 1) -> PairStats:
     """Sums over two [tokens, channels] tensors of any dtypes of SIGNIFICAND_BITS.
 
     `full` adds channel sums and, where dtypes match, ULP counts. `start` is the first row's number in
     the whole tensor (a multiple of BLOCK_ROWS). `threads` spreads blocks of rows; it changes no bit.
     """
     if a.shape != b.shape or a.ndim != 2:
-        raise ValueError(f"two [tokens, channels] tensors of one shape, not {list(a.shape)} and {list(b.shape)}")
+        raise ValueError(f"two [tokens, channels] tensors of one shape, not {[*a.shape]} and {[*b.shape]}")
     if start % BLOCK_ROWS:
         raise ValueError(f"a shard starts at a multiple of {BLOCK_ROWS} rows, not at {start}")
     implementation = implementation or choose(a.nbytes + b.nbytes, cuda=a.is_cuda)
@@ -227,13 +231,15 @@ def _torch_runner(a: torch.Tensor, b: torch.Tensor, full: bool) -> Runner:
     return run
 
 
-def _torch_piece(a: torch.Tensor, b: torch.Tensor, outliers: tuple[int, ...], full: bool) -> tuple[Floats, Floats]:
+def _torch_piece(a: torch.Tensor, b: torch.Tensor, outliers: tuple[int, ...],
+                 full: bool) -> tuple[Floats, Floats]:
     """Per-token sums of FIELDS [fields, rows], and channel sums of dd, aa, bb [3, channels] if `full`."""
     x, y = a.to(torch.float64, copy=True), b.to(torch.float64, copy=True)
     counts = x.new_zeros(3, x.shape[0])
     if not bool(torch.isfinite(x.sum() + y.sum())):
         good_a, good_b = torch.isfinite(x), torch.isfinite(y)
-        counts = torch.stack([(~good_a).sum(1), (~good_b).sum(1), (~good_a & ~good_b).sum(1)]).to(torch.float64)
+        counts = torch.stack([(~good_a).sum(1), (~good_b).sum(1),
+                              (~good_a & ~good_b).sum(1)]).to(torch.float64)
         x, y = torch.where(good_a & good_b, x, 0.0), torch.where(good_a & good_b, y, 0.0)
     squares = np.zeros((3, x.shape[1]))
     if full:
@@ -258,17 +264,17 @@ def _torch_sums(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def _torch_ulp(a: torch.Tensor, b: torch.Tensor) -> NDArray[np.int64]:
     """[6] ULP-distance counts by the sign-magnitude order of the codes; +0 and -0 are equal, NaN is never."""
-    bits = a.element_size() * 8
-    mask, top = (1 << (bits - 1)) - 1, _INFINITY[a.dtype]
-    codes = [side.contiguous().view(_INTEGER[a.dtype][0]).to(torch.int64) for side in (a, b)]
-    sizes = [code & mask for code in codes]
-    same = ((codes[0] >> (bits - 1)) & 1) == ((codes[1] >> (bits - 1)) & 1)
-    # Halves of the int64 range cannot overflow when added; only float64 ever reaches them.
-    apart = sizes[0].clamp(max=1 << 61) + sizes[1].clamp(max=1 << 61)
-    distance = torch.where(same, (sizes[0] - sizes[1]).abs(), apart)
-    distance = torch.where((sizes[0] > top) | (sizes[1] > top), 1 << 61, distance)
-    below = [int((distance <= edge).sum()) for edge in ULP_EDGES] + [distance.numel()]
-    return np.diff(np.array([0, *below], np.int64))
+    bits, top = a.element_size() * 8, _INFINITY[a.dtype]
+    # Half of the integer range cannot overflow when added to itself; only float64 ever reaches it.
+    word, half = (torch.int32, 1 << 29) if bits <= 16 else (torch.int64, 1 << 61)
+    left, right = (side.contiguous().view(_INTEGER[a.dtype][0]).to(word) for side in (a, b))
+    mask = (1 << (bits - 1)) - 1
+    p, q = left & mask, right & mask
+    apart = ((left ^ right) >> (bits - 1)) & 1 != 0
+    distance = torch.where(apart, p.clamp(max=half) + q.clamp(max=half), (p - q).abs())
+    distance = torch.where((p > top) | (q > top), half, distance)
+    below = [int(torch.count_nonzero(distance <= edge)) for edge in ULP_EDGES]
+    return np.array(below + [distance.numel()], np.int64) - np.array([0, *below], np.int64)
 
 
 def _numba_runner(a: torch.Tensor, b: torch.Tensor, full: bool) -> Runner:
@@ -279,7 +285,8 @@ def _numba_runner(a: torch.Tensor, b: torch.Tensor, full: bool) -> Runner:
                    for side in (a, b))
     narrow = max(a.element_size(), b.element_size()) < 4
     # Magnitudes whose squares the lanes can neither overflow nor lose; rows beyond take the exact loop.
-    limits = (np.float32(2.0**-50), np.float32(2.0**55)) if narrow else (np.float64(2.0**-480), np.float64(2.0**480))
+    limits = ((np.float32(2.0**-50), np.float32(2.0**55)) if narrow
+              else (np.float64(2.0**-480), np.float64(2.0**480)))
     loop_rows, loop_channels, loop_ulp = compiled()
     # Pieces of rows that stay in the second-level cache between the three loops.
     piece = max(8, (512 << 10) // max(1, a.shape[1] * (a.element_size() + b.element_size())) & -8)
@@ -291,7 +298,8 @@ def _numba_runner(a: torch.Tensor, b: torch.Tensor, full: bool) -> Runner:
         for at in range(block.start, block.stop, piece):
             rows = slice(at, min(block.stop, at + piece))
             plain = np.ones(rows.stop - rows.start, np.bool_)
-            loop_rows(left[rows], right[rows], left_out, *limits, sums[at - block.start :][: plain.size], plain)
+            part = sums[at - block.start :][: plain.size]
+            loop_rows(left[rows], right[rows], left_out, *limits, part, plain)
             if full:
                 loop_channels(left[rows], right[rows], limits[0] - limits[0], plain, channels)
                 if a.dtype == b.dtype:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-_LANE_RUN, _FLUSH_ROWS = 512, 8
+_LANE_RUN, _FLUSH_ROWS = 1024, 8
 _DOT, _SUM_ABS, _MAX, _ROBUST, _BAD = 0, 4, 7, 8, 12
-"""Where `compare_kernel.FIELDS` begin: dot aa bb dd, sum_abs sum_a sum_b, max_abs, robust four, three counts."""
+"""Where parts of `compare_kernel.FIELDS` begin: four products, three sums, the maximum, ..."""
 
 
 def _widen(code: Any, like: Any) -> Any:
@@ -33,7 +33,7 @@ def _unorder(code: Any) -> Any:
 
 
 def _loop_run(x: Any, y: Any, low: Any, high: Any, out: Any) -> Any:
-    """Add a run of elements to a row's robust and signed sums; add nothing and say False where lanes are not exact."""
+    """Add a run of elements to a row's robust sums; where lanes are not exact, say False and add nothing."""
     zero = low - low
     dot, aa, bb, dd, size, sum_a, sum_b = zero, zero, zero, zero, zero, zero, zero
     top, top_a, top_b = _order(zero), _order(zero), _order(zero)
@@ -167,20 +167,26 @@ def _loop_ulp(a: Any, b: Any, counts: Any) -> None:
 
 @lru_cache(maxsize=1)
 def compiled() -> tuple[Any, Any, Any]:
-    """The three loops, compiled at first call per pair of dtypes and cached on disk."""
+    """The three loops, compiled at first call per pair of dtypes and cached on disk where possible."""
     numba, ext = import_module("numba"), import_module("numba.extending")
-    _teach_formats(numba, ext)
+    _teach_values(numba, ext)
+    _teach_distance(numba, ext)
     # Sums may be reordered into lanes; NaN and infinity keep their meaning.
     loose = {"reassoc", "contract", "nsz"}
     ext.register_jitable(fastmath=loose)(_loop_run)
     for strict in (_loop_exact, _loop_lanes, _loop_flush, _loop_finite):
         ext.register_jitable(strict)
-    jit = numba.njit(cache=True, nogil=True, boundscheck=False)
+
+    def jit(loop: Any) -> Any:
+        try:
+            return numba.njit(loop, cache=True, nogil=True, boundscheck=False)
+        except RuntimeError:    # neither the package's folder nor the user's cache can be written
+            return numba.njit(loop, nogil=True, boundscheck=False)
     return jit(_loop_rows), jit(_loop_channels), jit(_loop_ulp)
 
 
-def _teach_formats(numba: Any, ext: Any) -> None:
-    """Tell numba how the integer types of _INTEGER are read, and how floats and integers reinterpret."""
+def _teach_values(numba: Any, ext: Any) -> None:
+    """Tell numba how each format is read, and how floats and integers reinterpret."""
     types, u32 = numba.types, np.uint32
 
     def cast(source: Any, target: Any) -> Any:
@@ -190,62 +196,67 @@ def _teach_formats(numba: Any, ext: Any) -> None:
 
     f32, f64 = cast(types.uint32, types.float32), cast(types.uint64, types.float64)
     i32, i64 = cast(types.float32, types.int32), cast(types.float64, types.int64)
-    float32, float64 = np.float32, np.float64
-    ext.overload(_order)(lambda size: (lambda size: i32(size)) if size == types.float32 else (lambda size: i64(size)))
-    ext.overload(_unorder)(lambda code: (lambda code: f32(u32(code))) if code == types.int32
-                           else (lambda code: f64(np.uint64(code))))
-
-    # Narrow floats: bits moved into float32's fields, the exponent short by `scale`; `special` and above are
-    # infinity or NaN.
-    narrow = {types.uint8: (8, 20, 2.0**120, 0x7F), types.int8: (8, 21, 2.0**112, 0x7C),
-              types.int16: (16, 13, 2.0**112, 0x7C00)}
 
     def value_of(code: Any) -> Any:
-        if code == types.uint16:
-            return lambda code, like: f32(u32(u32(code) << u32(16)))
-        if code == types.uint32:
-            return lambda code, like: f32(code)
-        if code == types.uint64:
-            return lambda code, like: f64(code)
-        bits, shift, scale, special = narrow[code]
-        mask, scale, sign = u32((1 << (bits - 1)) - 1), float32(scale), u32(1 << (bits - 1))
-
-        def read(code, like):  # type: ignore[no-untyped-def]
-            moved = u32((u32(code) & mask) << u32(shift))
-            value = f32(moved) * scale
-            if (u32(code) & mask) >= special:
-                value = f32(u32(moved | u32(0x7F800000)))
-            return -value if u32(code) & sign else value
-        return read
+        if code in _narrow_floats(types):
+            return _narrow_reader(f32, *_narrow_floats(types)[code])
+        return {types.uint16: lambda code: f32(u32(u32(code) << u32(16))),
+                types.uint32: lambda code: f32(code), types.uint64: lambda code: f64(code)}[code]
 
     def widen(code: Any, like: Any) -> Any:
-        read = numba.njit(value_of(code), inline="never")
-        if like == types.float32:
-            return lambda code, like: float32(read(code, like))
-        return lambda code, like: float64(read(code, like))
-
-    def distance(u: Any, v: Any) -> Any:
-        top = {types.uint8: 0x7E, types.int8: 0x7C, types.int16: 0x7C00, types.uint16: 0x7F80,
-               types.uint32: 0x7F800000, types.uint64: 0x7FF0000000000000}[u]
-        mask, far = (1 << (u.bitwidth - 1)) - 1, 1 << 30
-        if u.bitwidth < 64:
-            sign, word = 1 << (u.bitwidth - 1), (np.int32 if u.bitwidth < 32 else np.int64)
-
-            def apart(u, v):  # type: ignore[no-untyped-def]
-                p, q = word(u32(u) & mask), word(u32(v) & mask)
-                d = word(abs(word(p - q)))
-                if (u32(u) ^ u32(v)) & sign:
-                    d = word(p + q)
-                return word(far) if p > top or q > top else d
-            return apart
-
-        def apart64(u, v):  # type: ignore[no-untyped-def]
-            p, q = np.uint64(u & mask), np.uint64(v & mask)
-            d = p + q if (u ^ v) >> np.uint64(63) else max(p, q) - min(p, q)
-            return np.uint64(far) if p > top or q > top else d
-        mask, top = np.uint64(mask), np.uint64(top)
-        return apart64
+        read, real = numba.njit(value_of(code)), np.float32 if like == types.float32 else np.float64
+        return lambda code, like: real(read(code))
 
     # Lambdas: numba compares the argument annotations of an overload with those of its body.
     ext.overload(_widen)(lambda code, like: widen(code, like))
+    ext.overload(_order)(lambda size: (lambda size: i32(size)) if size == types.float32
+                         else (lambda size: i64(size)))
+    ext.overload(_unorder)(lambda code: (lambda code: f32(u32(code))) if code == types.int32
+                           else (lambda code: f64(np.uint64(code))))
+
+
+def _narrow_floats(types: Any) -> dict[Any, tuple[int, int, float, int]]:
+    """Bits, shift into float32's fields, what the exponent is short by, first code of infinity or NaN."""
+    return {types.uint8: (8, 20, 2.0**120, 0x7F), types.int8: (8, 21, 2.0**112, 0x7C),
+            types.int16: (16, 13, 2.0**112, 0x7C00)}
+
+
+def _narrow_reader(f32: Any, bits: int, shift: int, exponent: float, special: int) -> Any:
+    """Reader of one narrow format: subnormals come out right, because the product is exact."""
+    u32 = np.uint32
+    mask, scale, sign = u32((1 << (bits - 1)) - 1), np.float32(exponent), u32(1 << (bits - 1))
+
+    def read(code):  # type: ignore[no-untyped-def]
+        moved = u32((u32(code) & mask) << u32(shift))
+        value = f32(moved) * scale
+        if (u32(code) & mask) >= special:
+            value = f32(u32(moved | u32(0x7F800000)))
+        return -value if u32(code) & sign else value
+    return read
+
+
+def _teach_distance(numba: Any, ext: Any) -> None:
+    """Tell numba the ULP distance of two codes of one format."""
+    types, u32, far = numba.types, np.uint32, 1 << 30
+    infinity = {types.uint8: 0x7E, types.int8: 0x7C, types.int16: 0x7C00, types.uint16: 0x7F80,
+                types.uint32: 0x7F800000, types.uint64: 0x7FF0000000000000}
+
+    def distance(u: Any, v: Any) -> Any:
+        mask, sign, top = (1 << (u.bitwidth - 1)) - 1, 1 << (u.bitwidth - 1), infinity[u]
+        word: Any = np.int32 if u.bitwidth < 32 else np.int64
+        mask64, top64 = np.uint64(mask), np.uint64(top)
+
+        def apart(u, v):  # type: ignore[no-untyped-def]
+            p, q = word(u32(u) & mask), word(u32(v) & mask)
+            d = word(abs(word(p - q)))
+            if (u32(u) ^ u32(v)) & sign:
+                d = word(p + q)
+            return word(far) if p > top or q > top else d
+
+        def apart64(u, v):  # type: ignore[no-untyped-def]
+            p, q = u & mask64, v & mask64
+            d = p + q if (u ^ v) >> np.uint64(63) else max(p, q) - min(p, q)
+            return np.uint64(far) if p > top64 or q > top64 else d
+        return apart64 if u.bitwidth == 64 else apart
+
     ext.overload(_distance)(lambda u, v: distance(u, v))

@@ -104,7 +104,7 @@ def _prompts(model: str | None, file: Path | None) -> tuple[Prompt, ...]:
         return tuple(Prompt(id=f"built-in-{i}", text=text) for i, text in enumerate(GENERIC_PROMPTS))
     from parity.model.corpus import conversation
 
-    return (Prompt(id="conversation", messages=tuple(dict(message) for message in conversation(1, "held-out", 170))),)
+    return (Prompt(id="conversation", messages=tuple(dict(message) for message in conversation(1, "held_out", 170))),)
 
 
 class _Gathering:

@@ -38,6 +38,7 @@ class Evidence:
     """The interpreter's error and limit by dtype."""
     target: Mapping[str, Any] = field(default_factory=dict)
     """Structure of the target, as the worker described it."""
+    _floors: dict[str, Floor | None] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def linear(self) -> list[int]:
@@ -53,6 +54,11 @@ class Evidence:
 
     def floor(self, dtype: str) -> Floor | None:
         """What a rerun and another batch size change on torch here, by tap; None where neither was captured."""
+        if dtype not in self._floors:
+            self._floors[dtype] = self._measured_floor(dtype)
+        return self._floors[dtype]
+
+    def _measured_floor(self, dtype: str) -> Floor | None:
         floors = []
         for kind in ("rerun", "batch"):
             pair = (f"torch.{dtype}.{kind}", f"torch.{dtype}")

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from parity.compare import Comparison
 from parity.probes.base import DTYPES, Answer, Evidence, compare_pair, evidence_of, relative_l2, skipped
 from parity.reports.record import Chart, Column, Finding, Table, Value
-from parity.tolerance import Floor
 
 
 class Kernels:
@@ -38,15 +37,15 @@ class Kernels:
         floor = evidence.floor(dtype)
         golden = "golden" if "golden" in evidence.traces and evidence.traces["golden"].manifest.backend.valid else None
         whole = compare_pair(evidence, name, f"other.{dtype}", f"torch.{dtype}", golden=golden, floor=floor)
-        findings, tables = list(whole.findings), list(whole.tables)
+        findings, tables = [f for f in whole.findings if _worth_telling(f)], list(whole.tables)
         local = None
         why = evidence.why_not(f"other.{dtype}.local")
         if why:
             findings += skipped(f"{name}.local", why, "capture with --local-from").findings
         else:
-            local = compare_pair(evidence, f"{name}.local", f"other.{dtype}.local", f"torch.{dtype}", floor=local_floor(floor))
+            local = compare_pair(evidence, f"{name}.local", f"other.{dtype}.local", f"torch.{dtype}")
             findings += [self._local(evidence, dtype, local.comparison),
-                         *(f for f in local.findings if f.name.endswith((".gate", ".controls")))]
+                         *(f for f in local.findings if _worth_telling(f))]
         summary = layer_table(evidence, dtype, whole.comparison, local.comparison if local else None, golden)
         return Answer(findings=tuple(findings), tables=(summary, depth_table(dtype, summary), *tables))
 
@@ -73,9 +72,9 @@ class Kernels:
                                 f"{'each full-attention layer exactly 0' if full else 'there is no full-attention layer'}")
 
 
-def local_floor(floor: Floor | None) -> Floor | None:
-    """A floor of whole passes says nothing about single layers: those are judged by rounding alone."""
-    return None
+def _worth_telling(finding: Finding) -> bool:
+    """The gates always; that both sides hold the same taps of the same target only where they do not."""
+    return finding.outcome != "pass" or finding.name.endswith((".gate", ".controls"))
 
 
 def layer_table(evidence: Evidence, dtype: str, whole: Comparison, local: Comparison | None, golden: str | None) -> Table:
@@ -93,13 +92,14 @@ def layer_table(evidence: Evidence, dtype: str, whole: Comparison, local: Compar
                      taps[tap].cosine_min))
     return Table(name=f"layers.{dtype}", title=f"{evidence.other} against torch, {DTYPES[dtype]}, per layer", columns=(
         Column(key="layer", title="layer", kind="int"), Column(key="type", title="type"),
-        Column(key="local", title="local", kind="float", unit="relative L2, each layer fed torch's input"),
-        Column(key="inherited", title="inherited", kind="float", unit="relative L2 of whole passes"),
-        Column(key="torch_golden", title="torch-fp64", kind="float", unit="relative L2 of torch to golden"),
-        Column(key="other_golden", title="other-fp64", kind="float", unit=f"relative L2 of {evidence.other} to golden"),
-        Column(key="cosine_min", title="min cos", kind="float", unit="of whole passes, over tokens")), rows=tuple(rows),
-        caption="Relative L2 of each layer's output. local: each layer is fed torch's input. inherited: whole passes. torch-fp64 and "
-                f"other-fp64: distance of torch and of {evidence.other} from a true fp64 pass.")
+        Column(key="local", title="local", kind="float"),
+        Column(key="inherited", title="inherited", kind="float"),
+        Column(key="torch_golden", title="torch-fp64", kind="float"),
+        Column(key="other_golden", title="other-fp64", kind="float"),
+        Column(key="cosine_min", title="min cos", kind="float")), rows=tuple(rows),
+        caption="Relative L2 of each layer's output. local: each layer is fed torch's input. inherited: whole passes. "
+                f"torch-fp64, other-fp64: distance of torch and of {evidence.other} from a true fp64 pass. min cos: lowest "
+                "cosine over tokens, whole passes.")
 
 
 def depth_table(dtype: str, summary: Table) -> Table:

@@ -5,6 +5,7 @@
 Nothing heavy is imported here: `--help`, `probes` and `show` answer in a fraction of a second.
 """
 
+import os
 import sys
 import traceback
 from typing import Annotated, Any
@@ -55,6 +56,9 @@ def run(arguments: list[str]) -> int:
     except (typer.Abort, KeyboardInterrupt):
         print("interrupted; run the same command again to go on", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (so that Python's own flush at exit is silent)
+        return int(ExitCode.OK)
     except ParityError as error:
         print(f"parity: {error}", file=sys.stderr)
         return int(error.exit_code)

@@ -23,10 +23,9 @@ def show(report: Annotated[Path, typer.Argument(help="A report.json, or the fold
     import importlib
 
     from parity.cli.output import colour, width
-    from parity.reports import to_json, to_text
+    from parity.reports import schema, to_text
 
-    file = report / "report.json" if report.is_dir() else report
-    record = to_json.read(file)
+    record = schema.read(report / "report.json" if report.is_dir() else report)
     if form is Form.text:
         print(to_text.paint(record, width=width(), colour=colour()), end="")
     else:

@@ -1,0 +1,67 @@
+"""Numbers and texts as every painter writes them."""
+
+import math
+
+import pytest
+
+from parity.reports import words
+from parity.reports.record import Report
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (-0.0, "0"),
+        (1.0, "1"),
+        (-1.0, "-1"),
+        (2.46e-7, "2.46e-7"),
+        (2e-6, "2e-6"),
+        (0.0453, "0.0453"),
+        (0.5, "0.5"),
+        (0.49996, "0.500"),
+        (0.99984, "0.99984"),
+        (0.99887, "0.99887"),
+        (0.9999998, "0.9999998"),
+        (1 - 2.2e-16, "1-2e-16"),
+        (1 + 4.4e-16, "1+4e-16"),
+        (-0.9999, "-0.9999"),
+        (1.0000002, "1.0000002"),
+        (1.31, "1.31"),
+        (31.4159, "31.4"),
+        (128.0, "128"),
+        (12345.6, "12346"),
+        (1.5e9, "1.5e9"),
+        (-3.25e-5, "-3.25e-5"),
+        (5e-324, "4.94e-324"),
+        (1.7976931348623157e308, "1.80e308"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (-math.inf, "-inf"),
+    ],
+)
+def test_number(value: float, text: str) -> None:
+    assert words.number(value) == text
+
+
+def test_a_column_is_written_in_one_way() -> None:
+    assert words.column_cells([0.0, 2.3e-7, 0.0121]) == ["0", "2.3e-7", "1.21e-2"]
+    assert words.column_cells([1.234567e-7, 2e-6]) == ["1.23e-7", "2.00e-6"]
+    assert words.column_cells([1, None, True, "x", " the", ""]) == ["1", "-", "yes", "x", '" the"', '""']
+
+
+def test_plain_spells_out_what_is_invisible() -> None:
+    assert words.plain("a\nb\t\x1b[0m\u202e\ud800") == "a\\nb\\t\\x1b[0m\\u202e\\ud800"
+    assert words.plain("x" * 3000).endswith("... (1000 more characters)")
+
+
+def test_lines_keeps_the_end() -> None:
+    kept = words.lines("\n".join(str(number) for number in range(100)))
+    assert kept[0] == "... 60 earlier lines" and kept[-1] == "99" and len(kept) == 41
+
+
+def test_worst_comes_first_and_order_is_kept(big: Report) -> None:
+    outcomes = [finding.outcome for finding in words.worst_first(big.findings)]
+    assert outcomes[:3] == ["warn", "skipped", "skipped"]
+    names = [finding.name for finding in words.worst_first(big.findings)]
+    assert names[3:5] == ["environment", "dispatch"]
