@@ -80,8 +80,11 @@ def parse(text: str) -> Backend:
     if not conv and text in SHORTHANDS:
         delta, conv = SHORTHANDS[text]
     if delta not in DELTA or conv not in CONV or (delta == "golden") != (conv == "golden"):
-        raise ParityError(f"backend {text!r}", "no such backend",
-                          f"use one of {', '.join(SHORTHANDS)}, or DELTA+CONV such as fla+causal-conv1d")
+        raise ParityError(
+            f"backend {text!r}",
+            "no such backend",
+            f"use one of {', '.join(SHORTHANDS)}, or DELTA+CONV such as fla+causal-conv1d",
+        )
     return Backend(delta=delta, conv=conv)
 
 
@@ -89,8 +92,11 @@ def missing(backend: Backend) -> str | None:
     """Why this backend cannot run on this machine, in words, or None where it can."""
     from parity.environment import package_version
 
-    needs = {"fla": "flash-linear-attention", "fla-interpreted": "flash-linear-attention",
-             "causal-conv1d": "causal-conv1d"}
+    needs = {
+        "fla": "flash-linear-attention",
+        "fla-interpreted": "flash-linear-attention",
+        "causal-conv1d": "causal-conv1d",
+    }
     for choice in (backend.delta, backend.conv):
         if choice in needs and package_version(needs[choice]) == "absent":
             return f"{needs[choice]} is not installed"
@@ -115,8 +121,11 @@ def isolate(backend: Backend, hide: Iterable[str] = ()) -> tuple[str, ...]:
     something else ran. Raises ParityError where transformers was imported already.
     """
     if "transformers" in sys.modules:
-        raise ParityError(f"backend {backend.name} in this process", "transformers imported already",
-                          "capture in a worker process; the kernels are chosen at import")
+        raise ParityError(
+            f"backend {backend.name} in this process",
+            "transformers imported already",
+            "capture in a worker process; the kernels are chosen at import",
+        )
     hidden = set(hide)
     if backend.delta in ("torch", "golden"):
         hidden.add("fla")
@@ -160,7 +169,9 @@ def implementation_of(function: Any) -> tuple[str, str]:
         return "torch", callee
     if module == "parity.model.golden":
         return "golden", callee
-    if top.startswith("kernels") or "kernels" in str(getattr(sys.modules.get(module), "__file__", "")).split(os.sep):
+    if top.startswith("kernels") or "kernels" in str(getattr(sys.modules.get(module), "__file__", "")).split(
+        os.sep
+    ):
         return f"hub:{top}", callee
     return f"unknown:{top}", callee
 
@@ -195,8 +206,14 @@ class CallRecorder:
     Restores everything on exit. Global to all models of the same modeling file while it is on.
     """
 
-    def __init__(self, modules: Mapping[int, Any], *, golden: bool = False, keep: bool = False,
-                 on_output: Callable[[int, Operator, Any], None] | None = None) -> None:
+    def __init__(
+        self,
+        modules: Mapping[int, Any],
+        *,
+        golden: bool = False,
+        keep: bool = False,
+        on_output: Callable[[int, Operator, Any], None] | None = None,
+    ) -> None:
         self.modules, self.golden, self.keep, self.on_output = modules, golden, keep, on_output
         self.counts: Counter[tuple[int, Operator, str, str]] = Counter()
         self.calls: list[Call] = []
@@ -217,8 +234,10 @@ class CallRecorder:
 
     def proofs(self) -> tuple[CallProof, ...]:
         """What ran, by layer and operator, in canonical order."""
-        return tuple(CallProof(layer=layer, operator=operator, implementation=name, callee=callee, calls=count)
-                     for (layer, operator, name, callee), count in sorted(self.counts.items()))
+        return tuple(
+            CallProof(layer=layer, operator=operator, implementation=name, callee=callee, calls=count)
+            for (layer, operator, name, callee), count in sorted(self.counts.items())
+        )
 
     def _watch_layer(self, stack: contextlib.ExitStack, layer: int, module: Any) -> None:
         def enter(*_: Any) -> None:
@@ -230,12 +249,17 @@ class CallRecorder:
 
         stack.callback(module.register_forward_pre_hook(enter).remove)
         stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        for space, names in ((vars(sys.modules[type(module).__module__]), FUNCTIONS), (vars(module), ATTRIBUTES)):
+        for space, names in (
+            (vars(sys.modules[type(module).__module__]), FUNCTIONS),
+            (vars(module), ATTRIBUTES),
+        ):
             for name, operator in names.items():
                 if callable(space.get(name)) and not isinstance(space[name], _Wrapper):
                     self._replace(stack, space, name, operator)
 
-    def _replace(self, stack: contextlib.ExitStack, space: dict[str, Any], name: str, operator: Operator) -> None:
+    def _replace(
+        self, stack: contextlib.ExitStack, space: dict[str, Any], name: str, operator: Operator
+    ) -> None:
         original = space[name]
         called = _golden_function(name) if self.golden else original
         if not self.golden:
@@ -248,7 +272,9 @@ class CallRecorder:
         """Put a marker inside transformers' wrapper, at the very call of the implementation it chose."""
         code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
         cells = dict(zip(code.co_freevars if code else (), closure, strict=True))
-        watched = [cell for name in ("implementation", "torch_function") if (cell := cells.get(name)) is not None]
+        watched = [
+            cell for name in ("implementation", "torch_function") if (cell := cells.get(name)) is not None
+        ]
         originals = [cell.cell_contents for cell in watched]
         for cell, original in zip(watched, originals, strict=True):
             cell.cell_contents = self._marking(original)
@@ -265,7 +291,9 @@ class CallRecorder:
 
         return reached
 
-    def run(self, name: str, operator: Operator, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, name: str, operator: Operator, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call the operator, and count whom the call reached."""
         if not self._layer:  # another model of the same file, outside the watched layers
             return function(*args, **kwargs)
@@ -281,8 +309,16 @@ class CallRecorder:
         self.counts[layer, operator, implementation, callee] += 1
         output = result[0] if isinstance(result, tuple) else result
         if self.keep:
-            self.calls.append(Call(layer=layer, operator=operator, function=name, inputs=inputs, options=options,
-                                   output=output.detach().clone()))
+            self.calls.append(
+                Call(
+                    layer=layer,
+                    operator=operator,
+                    function=name,
+                    inputs=inputs,
+                    options=options,
+                    output=output.detach().clone(),
+                )
+            )
         if self.on_output is not None:
             self.on_output(layer, operator, output)
         return result
@@ -307,18 +343,26 @@ def _launches() -> int:
 def _golden_function(name: str) -> Callable[..., Any]:
     from parity.model import golden
 
-    return {"delta": golden.delta_operator, "causal_conv1d_fn": golden.conv_operator,
-            "causal_conv1d_update": golden.conv_update}[name if name.startswith("causal") else "delta"]
+    functions: dict[str, Callable[..., Any]] = {
+        "delta": golden.delta_operator,
+        "causal_conv1d_fn": golden.conv_operator,
+        "causal_conv1d_update": golden.conv_update,
+    }
+    return functions[name if name.startswith("causal") else "delta"]
 
 
-PARAMETERS = {"delta": ("query", "key", "value", "g", "beta", "chunk_size", "initial_state"),
-              "causal_conv1d_fn": ("x", "weight", "bias", "activation"),
-              "causal_conv1d_update": ("x", "state", "weight", "bias", "activation")}
+PARAMETERS = {
+    "delta": ("query", "key", "value", "g", "beta", "chunk_size", "initial_state"),
+    "causal_conv1d_fn": ("x", "weight", "bias", "activation"),
+    "causal_conv1d_update": ("x", "state", "weight", "bias", "activation"),
+}
 # The arguments that are no tensors and change the result; a model passes others along that do not.
 OPTIONS = ("chunk_size", "use_qk_l2norm_in_kernel", "output_final_state", "activation")
 
 
-def _bind(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _bind(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """(tensors, everything else) of one call by argument name; tensors cloned, since states are updated in place."""
     import torch
 
@@ -328,8 +372,9 @@ def _bind(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[
     return tensors, {key: given[key] for key in OPTIONS if given.get(key) is not None}
 
 
-def prove(backend: Backend, calls: tuple[CallProof, ...], linear_layers: Iterable[int],
-          problems: Iterable[str] = ()) -> BackendProof:
+def prove(
+    backend: Backend, calls: tuple[CallProof, ...], linear_layers: Iterable[int], problems: Iterable[str] = ()
+) -> BackendProof:
     """Judge what ran by what was asked for. Every linear layer must have reached the requested
     implementation of both operators, and nothing else."""
     wrong = list(problems)

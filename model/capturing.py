@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parity.environment import environment
 from parity.errors import ParityError
-from parity.model.backends import Backend
+from parity.model.backends import Backend, Call
 from parity.model.operators import save_calls
 from parity.model.target import Forward, Target, describe_taps, forward
 from parity.trace import SCHEMA, BackendProof, Manifest, RequestEntry, Trace, TraceWriter
@@ -19,10 +19,23 @@ from parity.trace import SCHEMA, BackendProof, Manifest, RequestEntry, Trace, Tr
 RANK_TIMEOUT = 3600.0
 
 
-def capture(target: Target, requests: Sequence[Mapping[str, Any]], out: Path, *, backend: Backend, fingerprint: str,
-            taps: Sequence[str] | None = None, mode: str = "prefill", local_from: str | None = None, rows: int = 1,
-            operators: Path | None = None, rank: int = 0, world: int = 1, problems: Sequence[str] = (),
-            progress: Callable[..., None] = lambda **_: None) -> dict[str, Any]:
+def capture(
+    target: Target,
+    requests: Sequence[Mapping[str, Any]],
+    out: Path,
+    *,
+    backend: Backend,
+    fingerprint: str,
+    taps: Sequence[str] | None = None,
+    mode: str = "prefill",
+    local_from: str | None = None,
+    rows: int = 1,
+    operators: Path | None = None,
+    rank: int = 0,
+    world: int = 1,
+    problems: Sequence[str] = (),
+    progress: Callable[..., None] = lambda **_: None,
+) -> dict[str, Any]:
     """Compute and write a trace; see `model.target.forward` for mode, local and rows.
 
     Of `world` processes, this one computes every world-th request; rank 0 waits for the rest and
@@ -30,7 +43,7 @@ def capture(target: Target, requests: Sequence[Mapping[str, Any]], out: Path, *,
     """
     other = Trace.open(local_from) if local_from else None
     entries = [RequestEntry.model_validate(request) for request in requests]
-    calls = []
+    calls: list[Call] = []
     infos: tuple[Any, ...] = ()
     with TraceWriter(out, fingerprint) as writer:
         for position, entry in enumerate(entries):
@@ -38,8 +51,17 @@ def capture(target: Target, requests: Sequence[Mapping[str, Any]], out: Path, *,
                 continue
             if entry.id not in writer.entries:
                 local = _inputs(other, entry) if other else None
-                result = forward(target, entry.token_ids, backend=backend, taps=taps, mode=mode, local=local,
-                                 rows=rows, keep_calls=operators is not None, problems=problems)
+                result = forward(
+                    target,
+                    entry.token_ids,
+                    backend=backend,
+                    taps=taps,
+                    mode=mode,
+                    local=local,
+                    rows=rows,
+                    keep_calls=operators is not None,
+                    problems=problems,
+                )
                 writer.add(entry, result.taps, proof=result.proof, position=position)
                 infos, calls = describe_taps(target, result.taps), [*calls, *result.calls]
             progress(done=position + 1, total=len(entries), request=entry.id)
@@ -49,10 +71,16 @@ def capture(target: Target, requests: Sequence[Mapping[str, Any]], out: Path, *,
             return {"rank": rank}
         _wait_for_ranks(writer, entries)
         infos = infos or describe_taps(target, _sample(target, entries[0], backend, taps).taps)
-        trace = writer.finish(_manifest(target, entries, infos, backend, mode + ("+local" if other else ""), fingerprint))
+        trace = writer.finish(
+            _manifest(target, entries, infos, backend, mode + ("+local" if other else ""), fingerprint)
+        )
     proof = trace.manifest.backend
-    return {"out": str(out), "valid": proof.valid, "problems": proof.problems,
-            "calls": [call.model_dump() for call in proof.calls]}
+    return {
+        "out": str(out),
+        "valid": proof.valid,
+        "problems": proof.problems,
+        "calls": [call.model_dump() for call in proof.calls],
+    }
 
 
 def _sample(target: Target, entry: RequestEntry, backend: Backend, taps: Sequence[str] | None) -> Forward:
@@ -63,10 +91,16 @@ def _sample(target: Target, entry: RequestEntry, backend: Backend, taps: Sequenc
 def _inputs(other: Trace, entry: RequestEntry) -> dict[str, Tensor]:
     """Each layer's input in the other trace. Raises ParityError where its tokens are not the same."""
     if other.request(entry.id).token_ids != entry.token_ids:
-        raise ParityError(f"local error on request {entry.id!r}", f"other token ids in {other.path}",
-                          "capture both from the same prompts")
-    return {name: other.tensor(entry.id, name) for name in other.taps
-            if name == "embed.out" or (name.startswith("layer.") and name.count(".") == 2)}
+        raise ParityError(
+            f"local error on request {entry.id!r}",
+            f"other token ids in {other.path}",
+            "capture both from the same prompts",
+        )
+    return {
+        name: other.tensor(entry.id, name)
+        for name in other.taps
+        if name == "embed.out" or (name.startswith("layer.") and name.count(".") == 2)
+    }
 
 
 def _wait_for_ranks(writer: TraceWriter, entries: Sequence[RequestEntry]) -> None:
@@ -79,9 +113,26 @@ def _wait_for_ranks(writer: TraceWriter, entries: Sequence[RequestEntry]) -> Non
             sleep(0.5)
 
 
-def _manifest(target: Target, entries: Sequence[RequestEntry], infos: tuple[Any, ...], backend: Backend, mode: str,
-              fingerprint: str) -> Manifest:
+def _manifest(
+    target: Target,
+    entries: Sequence[RequestEntry],
+    infos: tuple[Any, ...],
+    backend: Backend,
+    mode: str,
+    fingerprint: str,
+) -> Manifest:
     nothing = BackendProof(requested=backend.requested, calls=(), valid=True)
-    return Manifest(schema=SCHEMA, created=datetime.now(UTC).isoformat(timespec="seconds"), target=target.identity,
-                    loader=target.spec.loader, dtype=target.dtype, kept_float32=target.kept_float32, mode=mode, backend=nothing, taps=infos,
-                    requests=tuple(entries), fingerprint=fingerprint, environment=environment())
+    return Manifest(
+        schema=SCHEMA,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        target=target.identity,
+        loader=target.spec.loader,
+        dtype=target.dtype,
+        kept_float32=target.kept_float32,
+        mode=mode,
+        backend=nothing,
+        taps=infos,
+        requests=tuple(entries),
+        fingerprint=fingerprint,
+        environment=environment(),
+    )

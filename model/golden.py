@@ -39,13 +39,20 @@ class _Promote(TorchFunctionMode):
         super().__init__()
         self.record = record
 
-    def __torch_function__(self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
-                           kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         if func in _CASTS:
             self.record.promoted += 1
             return args[0].double()
-        return func(*(self._raise(arg) for arg in args),
-                    **{key: self._raise(value) for key, value in (kwargs or {}).items()})
+        return func(
+            *(self._raise(arg) for arg in args),
+            **{key: self._raise(value) for key, value in (kwargs or {}).items()},
+        )
 
     def _raise(self, value: Any) -> Any:
         if isinstance(value, torch.dtype) and value in LOW:
@@ -58,11 +65,16 @@ class _Watch(TorchDispatchMode):
     """Counts floating tensors below float64 that any operator makes while the promotion is on."""
 
     def __init__(self, record: Promotion) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
 
-    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (),
-                           kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
             if self.record.watching and isinstance(value, Tensor) and value.dtype in LOW:
@@ -77,8 +89,16 @@ def promoted(record: Promotion) -> Iterator[Promotion]:
         yield record
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
-               eps: float = 1e-6, normalise: bool = True) -> tuple[Tensor, Tensor]:
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    eps: float = 1e-6,
+    normalise: bool = True,
+) -> tuple[Tensor, Tensor]:
     """The gated delta rule as a recurrence over tokens, in float64.
 
     q, k [rows, tokens, key heads, key width], v [rows, tokens, heads, width], g (log decay) and beta
@@ -104,7 +124,9 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial
     return torch.stack(outputs, 1), state
 
 
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
     """Depthwise causal convolution over tokens, in float64, as a sum of shifted products.
 
     x [rows, channels, tokens], weight [channels, taps]: out[t] = sum_j weight[j] x[t - taps + 1 + j], then
@@ -123,23 +145,34 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, activatio
     return out
 
 
-def delta_operator(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
-                   initial_state: Tensor | None = None, output_final_state: bool = False,
-                   use_qk_l2norm_in_kernel: bool = False, **_: Any) -> tuple[Tensor, Tensor | None]:
+def delta_operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
     """`delta_rule` with the signature under which modeling files call the operator."""
     out, state = delta_rule(query, key, value, g, beta, initial_state, normalise=use_qk_l2norm_in_kernel)
     return out, state if output_final_state else None
 
 
-def conv_operator(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
-                  **_: Any) -> Tensor:
+def conv_operator(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Tensor:
     """`causal_conv` with the signature under which modeling files call the operator."""
     return causal_conv(x, weight, bias, activation)
 
 
-def conv_update(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None,
-                activation: str | None = None) -> Tensor:
-    """One or more tokens [rows, channels, tokens] after `state` [rows, channels, taps - 1 or taps], updated in place."""
+def conv_update(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """Tokens [rows, channels, tokens] after `state` [rows, channels, taps - 1 or taps], updated in place."""
     joined = torch.cat([state.double(), x.double()], dim=-1)
-    state.copy_(joined[..., -state.shape[-1]:])
-    return causal_conv(joined, weight, bias, activation)[..., -x.shape[-1]:]
+    state.copy_(joined[..., -state.shape[-1] :])
+    return causal_conv(joined, weight, bias, activation)[..., -x.shape[-1] :]

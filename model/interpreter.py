@@ -41,8 +41,11 @@ def prepare_environment() -> None:
     """Set what must be set before triton is imported. Raises ParityError where it already was."""
     triton = sys.modules.get("triton")
     if triton is not None and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ParityError("backend fla-interpreted", "triton already imported without TRITON_INTERPRET=1",
-                          "capture in a worker process (parity.capture does), or set the variable first")
+        raise ParityError(
+            "backend fla-interpreted",
+            "triton already imported without TRITON_INTERPRET=1",
+            "capture in a worker process (parity.capture does), or set the variable first",
+        )
     os.environ["TRITON_INTERPRET"] = "1"
 
 
@@ -53,7 +56,9 @@ def versions() -> dict[str, str]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError as error:
-            raise ParityError("backend fla-interpreted", f"no package {name}", f"pip install {name}") from error
+            raise ParityError(
+                "backend fla-interpreted", f"no package {name}", f"pip install {name}"
+            ) from error
     return found
 
 
@@ -66,8 +71,11 @@ def install() -> None:
     tested = {"triton": TESTED_TRITON, "flash-linear-attention": TESTED_FLA}
     for name, version in found.items():
         if not any(version == known or version.startswith(known + ".") for known in tested[name]):
-            raise ParityError("backend fla-interpreted", f"{name} {version}, tested are {', '.join(tested[name])}",
-                              f"install a tested {name}, or use --backend torch")
+            raise ParityError(
+                "backend fla-interpreted",
+                f"{name} {version}, tested are {', '.join(tested[name])}",
+                f"install a tested {name}, or use --backend torch",
+            )
     prepare_environment()
     _first_configuration_only()
     _exact_bfloat16()
@@ -226,7 +234,9 @@ def self_test(dtype: str, tokens: int = 70) -> float:
     want, _ = delta_rule(q, k, v, g=g, beta=beta)
     error = float((got.double() - want).norm() / want.norm())
     if not error <= SELF_TEST_LIMIT[dtype]:
-        raise ParityError(f"backend fla-interpreted in {dtype}",
-                          f"a self-test error of {error:.2e} against fp64, limit {SELF_TEST_LIMIT[dtype]:.1e}",
-                          "report it with `parity env`; use --backend torch meanwhile")
+        raise ParityError(
+            f"backend fla-interpreted in {dtype}",
+            f"a self-test error of {error:.2e} against fp64, limit {SELF_TEST_LIMIT[dtype]:.1e}",
+            "report it with `parity env`; use --backend torch meanwhile",
+        )
     return error

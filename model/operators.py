@@ -33,8 +33,15 @@ def save_calls(calls: Sequence[Call], file: Path) -> None:
             continue
         seen.add((call.layer, call.operator, digest))
         number = len(index)
-        index.append({"layer": call.layer, "operator": call.operator, "function": call.function, "digest": digest,
-                      "options": dict(call.options)})
+        index.append(
+            {
+                "layer": call.layer,
+                "operator": call.operator,
+                "function": call.function,
+                "digest": digest,
+                "options": dict(call.options),
+            }
+        )
         for name, value in call.inputs.items():
             tensors[f"{number}/input/{name}"] = value.cpu().contiguous().clone()
         tensors[f"{number}/{OUTPUT}"] = call.output.cpu().contiguous().clone()
@@ -49,14 +56,22 @@ def load_calls(file: Path) -> list[Call]:
             names = list(reader.keys())
             return [_call(reader, names, number, entry) for number, entry in enumerate(index)]
     except Exception as error:
-        raise ParityError(f"operator calls in {file}", f"no such file of ours ({error})", "record them again") from error
+        raise ParityError(
+            f"operator calls in {file}", f"no such file of ours ({error})", "record them again"
+        ) from error
 
 
 def _call(reader: Any, names: Sequence[str], number: int, entry: Mapping[str, Any]) -> Call:
     prefix = f"{number}/input/"
     inputs = {name.removeprefix(prefix): reader.get_tensor(name) for name in names if name.startswith(prefix)}
-    return Call(layer=entry["layer"], operator=entry["operator"], function=entry["function"], inputs=inputs,
-                options=entry["options"], output=reader.get_tensor(f"{number}/{OUTPUT}"))
+    return Call(
+        layer=entry["layer"],
+        operator=entry["operator"],
+        function=entry["function"],
+        inputs=inputs,
+        options=entry["options"],
+        output=reader.get_tensor(f"{number}/{OUTPUT}"),
+    )
 
 
 def run(call: Call, backend: Backend) -> Tensor:
@@ -66,7 +81,8 @@ def run(call: Call, backend: Backend) -> Tensor:
     if backend.delta == "golden":
         return _golden(call, inputs, options)
     result = _function(call, backend)(**inputs, **options)
-    return result[0] if isinstance(result, tuple) else result
+    output: Tensor = result[0] if isinstance(result, tuple) else result
+    return output
 
 
 def _golden(call: Call, inputs: dict[str, Any], options: dict[str, Any]) -> Tensor:
@@ -85,8 +101,13 @@ def _function(call: Call, backend: Backend) -> Any:
     if call.operator == "delta":
         return function
 
-    def convolve(x: Tensor, weight: Tensor, state: Tensor | None = None, bias: Tensor | None = None,
-                 activation: str | None = None) -> Any:
+    def convolve(
+        x: Tensor,
+        weight: Tensor,
+        state: Tensor | None = None,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Any:
         # By position: the implementations agree on the order of arguments, not on their names.
         if state is None:
             return function(x, weight, bias, activation=activation)
@@ -100,7 +121,15 @@ def replay(calls_file: Path, out: Path, backend: Backend) -> int:
     replayed = []
     with torch.inference_mode():
         for call in load_calls(calls_file):
-            replayed.append(Call(layer=call.layer, operator=call.operator, function=call.function, inputs=call.inputs,
-                                 options=call.options, output=run(call, backend)))
+            replayed.append(
+                Call(
+                    layer=call.layer,
+                    operator=call.operator,
+                    function=call.function,
+                    inputs=call.inputs,
+                    options=call.options,
+                    output=run(call, backend),
+                )
+            )
     save_calls(replayed, out)
     return len(replayed)

@@ -80,11 +80,12 @@ class Target:
     def layer_types(self) -> tuple[str, ...]:
         """Kind of each decoder layer, by what it holds rather than by its configuration."""
         declared = getattr(self.config, "layer_types", None) or ["full_attention"] * len(self.layers)
-        return tuple("linear_attention" if index in self.linear else str(kind)
-                     for index, kind in enumerate(declared))
+        return tuple(
+            "linear_attention" if index in self.linear else str(kind) for index, kind in enumerate(declared)
+        )
 
     @property
-    def linear(self) -> dict[int, nn.Module]:
+    def linear(self) -> dict[int, Any]:
         """The linear-attention module of each layer that has one: the submodule that owns `A_log`."""
         found = {}
         for index, layer in enumerate(self.layers):
@@ -116,8 +117,11 @@ def load(spec: TargetSpec) -> Target:
     model.eval().requires_grad_(False)
     unfilled = sorted(set(info["missing_keys"]) | {str(key) for key in info["mismatched_keys"]})
     if unfilled:
-        raise ParityError(f"{spec.loader} of {spec.model}", f"{len(unfilled)} parameters not in the checkpoint "
-                          f"and left random: {_some(unfilled)}", "choose another --loader or transformers version")
+        raise ParityError(
+            f"{spec.loader} of {spec.model}",
+            f"{len(unfilled)} parameters not in the checkpoint and left random: {_some(unfilled)}",
+            "choose another --loader or transformers version",
+        )
     target = _parts(spec, model)
     _check_against_checkpoint(target)
     return target
@@ -132,7 +136,9 @@ def source(model: str) -> tuple[str, dict[str, str]]:
     if path.suffix == ".gguf" and path.is_file():
         return str(path.parent), {"gguf_file": path.name}
     if (model.startswith((".", "/", "~")) or path.suffix == ".gguf") and not path.is_dir():
-        raise ParityError(f"model {model}", "no such folder or .gguf file", "give the folder that holds config.json")
+        raise ParityError(
+            f"model {model}", "no such folder or .gguf file", "give the folder that holds config.json"
+        )
     return str(path) if path.is_dir() else model, {}
 
 
@@ -140,15 +146,21 @@ def _from_pretrained(spec: TargetSpec) -> tuple[Any, Mapping[str, Any]]:
     import transformers
 
     name, found = source(spec.model)
-    options: dict[str, Any] = {"revision": spec.revision, "output_loading_info": True, **found,
-                               "dtype": "auto" if spec.dtype == "auto" else getattr(torch, spec.dtype)}
+    options: dict[str, Any] = {
+        "revision": spec.revision,
+        "output_loading_info": True,
+        **found,
+        "dtype": "auto" if spec.dtype == "auto" else getattr(torch, spec.dtype),
+    }
     if spec.device_map is not None:
         options["device_map"] = spec.device_map
     try:
         model, info = getattr(transformers, spec.loader).from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
-        raise ParityError(f"{spec.loader} of {spec.model}", first, "check the name, the folder and the loader") from error
+        raise ParityError(
+            f"{spec.loader} of {spec.model}", first, "check the name, the folder and the loader"
+        ) from error
     return model, info
 
 
@@ -156,22 +168,42 @@ def _parts(spec: TargetSpec, model: Any) -> Target:
     """Find the decoder layers, final norm, embedding and head of any loaded model."""
     config = model.config.get_text_config()
     count = getattr(config, "num_hidden_layers", None)
-    candidates = [(name, module, parent) for parent_name, parent in model.named_modules()
-                  for name, module in parent.named_children()
-                  if isinstance(module, nn.ModuleList) and len(module) == count
-                  and any(isinstance(child, nn.Embedding) for child in parent.children())]
+    candidates = [
+        (name, module, parent)
+        for parent_name, parent in model.named_modules()
+        for name, module in parent.named_children()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == count
+        and any(isinstance(child, nn.Embedding) for child in parent.children())
+    ]
     if len(candidates) != 1:
-        raise ParityError(f"decoder layers of {type(model).__name__}",
-                          f"{len(candidates)} module lists of {count} layers beside an embedding",
-                          "report the model family; its layers cannot be told apart by structure")
+        raise ParityError(
+            f"decoder layers of {type(model).__name__}",
+            f"{len(candidates)} module lists of {count} layers beside an embedding",
+            "report the model family; its layers cannot be told apart by structure",
+        )
     name, layers, parent = candidates[0]
-    norms = [child for child in parent.children() if "norm" in type(child).__name__.lower()
-             and [tuple(parameter.shape) for parameter in child.parameters()][:1] == [(config.hidden_size,)]]
+    norms = [
+        child
+        for child in parent.children()
+        if "norm" in type(child).__name__.lower()
+        and [tuple(parameter.shape) for parameter in child.parameters()][:1] == [(config.hidden_size,)]
+    ]
     if len(norms) != 1:
-        raise ParityError(f"final norm of {type(model).__name__}", f"{len(norms)} norms beside its layers",
-                          "report the model family; its final norm cannot be told by structure")
-    return Target(spec=spec, model=model, layers=layers, norm=norms[0], embed=model.get_input_embeddings(),
-                  head=model.get_output_embeddings(), config=config)
+        raise ParityError(
+            f"final norm of {type(model).__name__}",
+            f"{len(norms)} norms beside its layers",
+            "report the model family; its final norm cannot be told by structure",
+        )
+    return Target(
+        spec=spec,
+        model=model,
+        layers=layers,
+        norm=norms[0],
+        embed=model.get_input_embeddings(),
+        head=model.get_output_embeddings(),
+        config=config,
+    )
 
 
 def canonical(key: str) -> str:
@@ -212,11 +244,16 @@ def _check_against_checkpoint(target: Target) -> None:
         if not _sample_equal(parameter, part):
             wrong.append(name)
     if wrong:
-        raise ParityError(f"{target.spec.loader} of {target.spec.model}", f"{len(wrong)} parameters that differ from "
-                          f"the checkpoint's: {_some(wrong)}", "choose another --loader or transformers version")
+        raise ParityError(
+            f"{target.spec.loader} of {target.spec.model}",
+            f"{len(wrong)} parameters that differ from the checkpoint's: {_some(wrong)}",
+            "choose another --loader or transformers version",
+        )
     target.kept_float32 = tuple(kept)
     if converted:
-        target.unchecked = f"{len(converted)} parameters have no equal in the checkpoint file: {_some(converted, 2)}"
+        target.unchecked = (
+            f"{len(converted)} parameters have no equal in the checkpoint file: {_some(converted, 2)}"
+        )
 
 
 def _sample_equal(parameter: Tensor, part: Any) -> bool:
@@ -234,15 +271,20 @@ def _sample_equal(parameter: Tensor, part: Any) -> bool:
 def _stored_tensors(spec: TargetSpec) -> dict[str, tuple[Any, str]] | str:
     """(open file, key) of each tensor of a local or cached safetensors checkpoint by canonical key, or why not."""
     from safetensors import safe_open
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     if spec.model.endswith(".gguf"):
         return "GGUF weights are converted while loading"
     try:
         files = {}
         for name in ("model.safetensors", "model.safetensors.index.json"):
-            found = cached_file(spec.model, name, revision=spec.revision, local_files_only=True,
-                                _raise_exceptions_for_missing_entries=False)
+            found = cached_file(
+                spec.model,
+                name,
+                revision=spec.revision,
+                local_files_only=True,
+                _raise_exceptions_for_missing_entries=False,
+            )
             if found:
                 files[name] = Path(found)
         if "model.safetensors" in files:
@@ -282,11 +324,18 @@ def _identity(target: Target) -> TargetIdentity:
     for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"):
         config.pop(volatile, None)
     return TargetIdentity(
-        name=target.spec.model, revision=getattr(target.model.config, "_commit_hash", None) or target.spec.revision,
+        name=target.spec.model,
+        revision=getattr(target.model.config, "_commit_hash", None) or target.spec.revision,
         config_sha256=hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
-        model_type=str(target.config.model_type), layers=len(target.layers), layer_types=target.layer_types,
-        weights={canonical(name): _checksum(parameter) for name, parameter in target.model.named_parameters()
-                 if parameter.device.type != "meta"})
+        model_type=str(target.config.model_type),
+        layers=len(target.layers),
+        layer_types=target.layer_types,
+        weights={
+            canonical(name): _checksum(parameter)
+            for name, parameter in target.model.named_parameters()
+            if parameter.device.type != "meta"
+        },
+    )
 
 
 def _checksum(parameter: Tensor) -> str:
@@ -300,17 +349,35 @@ def tap_infos(target: Target) -> dict[str, tuple[str, int | None, Norm, int | No
     """(meaning, layer, norm, index in hidden_states) of every tap this target has, in the order computed."""
     last = len(target.layers)
     taps: dict[str, tuple[str, int | None, Norm, int | None]] = {
-        "embed.out": ("what enters decoder layer 0", None, "none", 0)}
+        "embed.out": ("what enters decoder layer 0", None, "none", 0)
+    }
     for index in range(last):
         if index in target.linear:
-            taps[f"layer.{index}.conv.out"] = ("output of the short convolution, activation included",
-                                               index, "none", None)
-            taps[f"layer.{index}.gdn.out"] = ("output of the gated delta rule, before its gated norm",
-                                              index, "none", None)
-        taps[f"layer.{index}.out"] = (f"output of decoder layer {index}, residual included, before any final norm",
-                                      index, "none", index + 1 if index + 1 < last else None)
+            taps[f"layer.{index}.conv.out"] = (
+                "output of the short convolution, activation included",
+                index,
+                "none",
+                None,
+            )
+            taps[f"layer.{index}.gdn.out"] = (
+                "output of the gated delta rule, before its gated norm",
+                index,
+                "none",
+                None,
+            )
+        taps[f"layer.{index}.out"] = (
+            f"output of decoder layer {index}, residual included, before any final norm",
+            index,
+            "none",
+            index + 1 if index + 1 < last else None,
+        )
     taps["final.prenorm"] = ("what enters the final norm", None, "pre", None)
-    taps["final.postnorm"] = ("what the final norm returns; transformers' last hidden state", None, "post", last)
+    taps["final.postnorm"] = (
+        "what the final norm returns; transformers' last hidden state",
+        None,
+        "post",
+        last,
+    )
     if target.head is not None:
         taps["logits"] = ("the model's own logits, scaling and soft cap included", None, "post", None)
     return taps
@@ -330,8 +397,12 @@ def select_taps(target: Target, wanted: Sequence[str] | None) -> list[str]:
     for pattern in wanted:
         found = fnmatch.filter(known, pattern)
         if not found:
-            raise ParityError(f"tap {pattern!r}", f"{target.spec.model} has layers 0 to {len(target.layers) - 1}"
-                              f" and taps such as {_some(known, 4)}", "name a tap of those, or a pattern such as layer.*.out")
+            raise ParityError(
+                f"tap {pattern!r}",
+                f"{target.spec.model} has layers 0 to {len(target.layers) - 1}"
+                f" and taps such as {_some(known, 4)}",
+                "name a tap of those, or a pattern such as layer.*.out",
+            )
         chosen.update(found)
     return [name for name in known if name in chosen]
 
@@ -347,9 +418,18 @@ class Forward:
     notes: tuple[str, ...] = ()
 
 
-def forward(target: Target, token_ids: Sequence[int], *, backend: Backend, taps: Sequence[str] | None = None,
-            mode: str = "prefill", local: Mapping[str, Tensor] | None = None, rows: int = 1,
-            keep_calls: bool = False, problems: Iterable[str] = ()) -> Forward:
+def forward(
+    target: Target,
+    token_ids: Sequence[int],
+    *,
+    backend: Backend,
+    taps: Sequence[str] | None = None,
+    mode: str = "prefill",
+    local: Mapping[str, Tensor] | None = None,
+    rows: int = 1,
+    keep_calls: bool = False,
+    problems: Iterable[str] = (),
+) -> Forward:
     """Run the target on one request and record its taps, with proof of who computed it.
 
     mode: `prefill` (one pass), `decode` (token by token with a cache), `blocks:N` (N tokens at a time with
@@ -358,7 +438,9 @@ def forward(target: Target, token_ids: Sequence[int], *, backend: Backend, taps:
     (the others hold the same tokens, rotated), to measure what the batch size alone changes.
     """
     names = select_taps(target, taps)
-    ids = torch.tensor([[*token_ids[shift:], *token_ids[:shift]] for shift in range(rows)], device=_device(target))
+    ids = torch.tensor(
+        [[*token_ids[shift:], *token_ids[:shift]] for shift in range(rows)], device=_device(target)
+    )
     recorder = _TapRecorder(target, names)
     golden, promotion = backend.delta == "golden", Promotion()
     with ExitStack() as stack:
@@ -367,8 +449,9 @@ def forward(target: Target, token_ids: Sequence[int], *, backend: Backend, taps:
             stack.enter_context(_layerwise_double(target, promotion))
         if local is not None:
             stack.enter_context(_fed(target, local))
-        calls = stack.enter_context(CallRecorder(target.linear, golden=golden, keep=keep_calls,
-                                                 on_output=recorder.operator))
+        calls = stack.enter_context(
+            CallRecorder(target.linear, golden=golden, keep=keep_calls, on_output=recorder.operator)
+        )
         stack.enter_context(recorder)
         if golden:
             stack.enter_context(promoted(promotion))
@@ -380,7 +463,9 @@ def forward(target: Target, token_ids: Sequence[int], *, backend: Backend, taps:
 def _not_golden(promotion: Promotion) -> list[str]:
     if not promotion.lower:
         return []
-    return [f"golden made {len(promotion.lower)} floating tensors below float64, first in {promotion.lower[0]}"]
+    return [
+        f"golden made {len(promotion.lower)} floating tensors below float64, first in {promotion.lower[0]}"
+    ]
 
 
 def _device(target: Target) -> torch.device:
@@ -410,7 +495,7 @@ def _run(target: Target, ids: Tensor, mode: str, recorder: "_TapRecorder") -> No
     name = "cache" if "cache" in parameters else "past_key_values"
     given, start = {name: DynamicCache(config=target.config)}, 0
     for size in steps(mode, ids.shape[1]):
-        recorder.logits(target.model(input_ids=ids[:, start:start + size], use_cache=True, **given))
+        recorder.logits(target.model(input_ids=ids[:, start : start + size], use_cache=True, **given))
         start += size
 
 
@@ -425,14 +510,23 @@ class _TapRecorder:
     def __enter__(self) -> "_TapRecorder":
         target = self.target
         with ExitStack() as stack:
+
             def before(module: nn.Module, name: str) -> None:
-                stack.callback(module.register_forward_pre_hook(
-                    lambda _, args, kwargs: self._keep(name, args[0] if args else kwargs["hidden_states"]),
-                    with_kwargs=True).remove)
+                stack.callback(
+                    module.register_forward_pre_hook(
+                        lambda _, args, kwargs: self._keep(
+                            name, args[0] if args else kwargs["hidden_states"]
+                        ),
+                        with_kwargs=True,
+                    ).remove
+                )
 
             def after(module: nn.Module, name: str) -> None:
-                stack.callback(module.register_forward_hook(
-                    lambda _, args, out: self._keep(name, out[0] if isinstance(out, tuple) else out)).remove)
+                stack.callback(
+                    module.register_forward_hook(
+                        lambda _, args, out: self._keep(name, out[0] if isinstance(out, tuple) else out)
+                    ).remove
+                )
 
             before(target.layers[0], "embed.out")
             for index, layer in enumerate(target.layers):
@@ -471,8 +565,10 @@ class _TapRecorder:
 
     def _sizes(self) -> list[Tensor]:
         """Parts of the first tap that is not a convolution's, to read each step's size from."""
-        return next((parts for name, parts in self.parts.items() if parts and not name.endswith("conv.out")),
-                    next(iter(self.parts.values())))
+        return next(
+            (parts for name, parts in self.parts.items() if parts and not name.endswith("conv.out")),
+            next(iter(self.parts.values())),
+        )
 
 
 def _fed(target: Target, local: Mapping[str, Tensor]) -> ExitStack:
@@ -481,7 +577,9 @@ def _fed(target: Target, local: Mapping[str, Tensor]) -> ExitStack:
     for index, layer in enumerate(target.layers):
         name = "embed.out" if index == 0 else f"layer.{index - 1}.out"
         if name not in local:
-            raise ParityError("local error of every layer", f"no {name} in the other trace", "capture it with that tap")
+            raise ParityError(
+                "local error of every layer", f"no {name} in the other trace", "capture it with that tap"
+            )
 
         def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> Any:
             given = args[0] if args else kwargs["hidden_states"]
@@ -530,9 +628,18 @@ def _layerwise_double(target: Target, promotion: Promotion) -> ExitStack:
 def describe_taps(target: Target, taps: Mapping[str, Tensor]) -> tuple[TapInfo, ...]:
     """Manifest entries of recorded taps: dtype, width, layer, norm state and meaning, spelled out."""
     infos = tap_infos(target)
-    return tuple(TapInfo(name=name, dtype=str(tensor.dtype).removeprefix("torch."), width=int(tensor.shape[-1]),
-                         layer=infos[name][1], norm=infos[name][2], hf_index=infos[name][3], meaning=infos[name][0])
-                 for name, tensor in taps.items())
+    return tuple(
+        TapInfo(
+            name=name,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            width=int(tensor.shape[-1]),
+            layer=infos[name][1],
+            norm=infos[name][2],
+            hf_index=infos[name][3],
+            meaning=infos[name][0],
+        )
+        for name, tensor in taps.items()
+    )
 
 
 def iter_parameters(target: Target) -> Iterator[tuple[str, Tensor]]:

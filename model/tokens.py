@@ -8,8 +8,9 @@ from parity.model.target import source
 from parity.trace import RequestEntry
 
 
-def entries(model: str, revision: str | None, prompts: Sequence[dict[str, Any]],
-            max_tokens: int | None) -> list[RequestEntry]:
+def entries(
+    model: str, revision: str | None, prompts: Sequence[dict[str, Any]], max_tokens: int | None
+) -> list[RequestEntry]:
     """One entry a prompt (`parity.prompts.Prompt` as a dict): ids, their origin, and each token's text.
 
     Raises ParityError for a prompt that is longer than the model allows, holds ids outside its
@@ -23,16 +24,34 @@ def entries(model: str, revision: str | None, prompts: Sequence[dict[str, Any]],
         if not ids:
             raise ParityError(f"request {prompt['id']!r}", "no tokens", "give a prompt that is not empty")
         if limit is not None and len(ids) > limit:
-            raise ParityError(f"request {prompt['id']!r} of {len(ids)} tokens", f"{model} allows {limit}",
-                              "shorten the prompt")
+            raise ParityError(
+                f"request {prompt['id']!r} of {len(ids)} tokens",
+                f"{model} allows {limit}",
+                "shorten the prompt",
+            )
         outside = [token for token in ids if token >= vocabulary]
         if outside:
-            raise ParityError(f"request {prompt['id']!r}", f"token id {outside[0]}, the vocabulary has {vocabulary}",
-                              "use this model's tokenizer")
+            raise ParityError(
+                f"request {prompt['id']!r}",
+                f"token id {outside[0]}, the vocabulary has {vocabulary}",
+                "use this model's tokenizer",
+            )
         ids = ids[:max_tokens] if max_tokens else ids
-        texts = tuple(tokenizer.decode([token]) for token in ids) if tokenizer else tuple(str(token) for token in ids)
-        result.append(RequestEntry(id=prompt["id"], token_ids=tuple(ids), origin=origin, token_texts=texts,
-                                   prompt_tokens=min(prompt_tokens, len(ids)), notes=tuple(prompt["notes"])))
+        texts = (
+            tuple(tokenizer.decode([token]) for token in ids)
+            if tokenizer
+            else tuple(str(token) for token in ids)
+        )
+        result.append(
+            RequestEntry(
+                id=prompt["id"],
+                token_ids=tuple(ids),
+                origin=origin,
+                token_texts=texts,
+                prompt_tokens=min(prompt_tokens, len(ids)),
+                notes=tuple(prompt["notes"]),
+            )
+        )
     return result
 
 
@@ -44,7 +63,9 @@ def _limits(model: str, revision: str | None) -> tuple[int | None, int]:
     try:
         config = AutoConfig.from_pretrained(name, revision=revision, **options).get_text_config()
     except (OSError, ValueError) as error:
-        raise ParityError(f"model {model}", str(error).strip().splitlines()[0], "check the name or path") from error
+        raise ParityError(
+            f"model {model}", str(error).strip().splitlines()[0], "check the name or path"
+        ) from error
     return getattr(config, "max_position_embeddings", None), int(config.vocab_size)
 
 
@@ -67,15 +88,20 @@ def _ids(tokenizer: Any, model: str, prompt: dict[str, Any]) -> tuple[list[int],
         start, origin = list(prompt["token_ids"]), "given"
     else:
         if tokenizer is None:
-            raise ParityError(f"request {prompt['id']!r} as text", f"{model} has no tokenizer", "give token_ids instead")
+            raise ParityError(
+                f"request {prompt['id']!r} as text", f"{model} has no tokenizer", "give token_ids instead"
+            )
         start, origin = _prompt_ids(tokenizer, model, prompt), "tokenizer"
     if prompt["completion_ids"] is not None:
         start = list(prompt["prompt_ids"]) if prompt["prompt_ids"] is not None else start
         return [*start, *prompt["completion_ids"]], len(start), "server"
     if prompt["completion"]:
         if tokenizer is None:
-            raise ParityError(f"request {prompt['id']!r} with a completion", f"{model} has no tokenizer",
-                              "give token_ids with the completion included")
+            raise ParityError(
+                f"request {prompt['id']!r} with a completion",
+                f"{model} has no tokenizer",
+                "give token_ids with the completion included",
+            )
         more = tokenizer(prompt["completion"], add_special_tokens=False)["input_ids"]
         return [*start, *more], len(start), "retokenised"
     return start, len(start), origin
@@ -85,11 +111,15 @@ def _prompt_ids(tokenizer: Any, model: str, prompt: dict[str, Any]) -> list[int]
     if prompt["messages"] is None:
         return list(tokenizer(prompt["text"])["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
-        raise ParityError(f"request {prompt['id']!r} as chat messages", f"{model} has no chat template",
-                          "give a plain prompt instead")
+        raise ParityError(
+            f"request {prompt['id']!r} as chat messages",
+            f"{model} has no chat template",
+            "give a plain prompt instead",
+        )
     options = {} if prompt["thinking"] is None else {"enable_thinking": prompt["thinking"]}
     # The last turn decides: a conversation that ends with the assistant is whole, any other is a question.
     asks = prompt["messages"][-1].get("role") != "assistant"
-    encoded = tokenizer.apply_chat_template(list(prompt["messages"]), add_generation_prompt=asks, tokenize=True,
-                                            return_dict=True, **options)
+    encoded = tokenizer.apply_chat_template(
+        list(prompt["messages"]), add_generation_prompt=asks, tokenize=True, return_dict=True, **options
+    )
     return list(encoded["input_ids"])

@@ -23,17 +23,34 @@ def build_vision_wrapper(text_model: Path, out: Path) -> None:
 
     text = AutoConfig.from_pretrained(text_model)
     if text.model_type != "qwen3_5_text":
-        raise ParityError(f"a vision-language wrapper of {text_model}", f"model type {text.model_type}",
-                          "this check knows qwen3_5_text")
-    config = Qwen3_5Config(text_config=text.to_dict(), tie_word_embeddings=text.tie_word_embeddings, vision_config={
-        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": text.hidden_size})
+        raise ParityError(
+            f"a vision-language wrapper of {text_model}",
+            f"model type {text.model_type}",
+            "this check knows qwen3_5_text",
+        )
+    config = Qwen3_5Config(
+        text_config=text.to_dict(),
+        tie_word_embeddings=text.tie_word_embeddings,
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": text.hidden_size,
+        },
+    )
     torch.manual_seed(0)
     model = Qwen3_5ForConditionalGeneration(config)
-    vision = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items() if ".visual." in name}
+    vision = {
+        name: value.to(torch.bfloat16) for name, value in model.state_dict().items() if ".visual." in name
+    }
     weights = {_inside(name): value for name, value in load_file(text_model / "model.safetensors").items()}
     out.mkdir(parents=True)
-    save_file({name: value.contiguous() for name, value in (vision | weights).items()}, out / "model.safetensors",
-              metadata={"format": "pt"})
+    save_file(
+        {name: value.contiguous() for name, value in (vision | weights).items()},
+        out / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     config.architectures = ["Qwen3_5ForConditionalGeneration"]
     (out / "config.json").write_text(json.dumps(config.to_dict(), default=str))
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

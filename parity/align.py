@@ -76,17 +76,23 @@ def align(a: Trace, b: Trace, taps: Sequence[str] | None = None) -> Alignment:
     tap_pairs, tap_loose = _pair_taps(a, b, names)
     loose += [item for pair in pairs for item in _token_difference(pair)]
     if not pairs:
-        raise NothingComparable(f"requests common to {a.path} and {b.path}",
-                                " against ".join(_few([r.id for r in side.requests]) for side in (a, b)),
-                                "capture both sides from the same prompts")
+        raise NothingComparable(
+            f"requests common to {a.path} and {b.path}",
+            " against ".join(_few([r.id for r in side.requests]) for side in (a, b)),
+            "capture both sides from the same prompts",
+        )
     if not requests:
-        raise NothingComparable(f"tokens common to {a.path} and {b.path}",
-                                f"other token ids from the first on in all {len(pairs)} requests",
-                                "use one tokenizer and chat template; `parity check` has a probe for that")
+        raise NothingComparable(
+            f"tokens common to {a.path} and {b.path}",
+            f"other token ids from the first on in all {len(pairs)} requests",
+            "use one tokenizer and chat template; `parity check` has a probe for that",
+        )
     if not tap_pairs:
-        raise NothingComparable(f"taps common to {a.path} and {b.path}",
-                                f"{_few(list(a.taps))} against {_few(list(b.taps))}",
-                                "capture both sides with the same --taps")
+        raise NothingComparable(
+            f"taps common to {a.path} and {b.path}",
+            f"{_few(list(a.taps))} against {_few(list(b.taps))}",
+            "capture both sides with the same --taps",
+        )
     note = f"{by_tokens} requests have other ids on the two sides and were paired by equal token ids"
     notes = (note,) if by_tokens else ()
     return Alignment(requests=requests, taps=tuple(tap_pairs), unpaired=tuple(tap_loose + loose), notes=notes)
@@ -99,8 +105,9 @@ def _chosen(a: Trace, b: Trace, taps: Sequence[str] | None) -> list[str]:
         return every
     for pattern in taps:
         if not any(fnmatchcase(name, pattern) for name in every):
-            raise ParityError(f"taps {pattern!r}", f"taps {_few(every)}",
-                              "name one of those, or a glob such as layer.*.out")
+            raise ParityError(
+                f"taps {pattern!r}", f"taps {_few(every)}", "name one of those, or a glob such as layer.*.out"
+            )
     return [name for name in every if any(fnmatchcase(name, pattern) for pattern in taps)]
 
 
@@ -121,13 +128,25 @@ def _pair_requests(a: Trace, b: Trace) -> tuple[list[RequestPair], int, list[Unp
     for request in a.requests:
         if request.id not in partner and request.id in others:
             partner[request.id] = (others.pop(request.id), "id")
-    pairs = [RequestPair(a=request, b=partner[request.id][0], by=partner[request.id][1],
-                         rows=_common(request.token_ids, partner[request.id][0].token_ids))
-             for request in a.requests if request.id in partner]
-    loose = [Unpaired(kind="request", side="a", name=request.id, detail=f"{len(request.token_ids)} tokens")
-             for request in a.requests if request.id not in partner]
-    loose += [Unpaired(kind="request", side="b", name=request.id, detail=f"{len(request.token_ids)} tokens")
-              for request in others.values()]
+    pairs = [
+        RequestPair(
+            a=request,
+            b=partner[request.id][0],
+            by=partner[request.id][1],
+            rows=_common(request.token_ids, partner[request.id][0].token_ids),
+        )
+        for request in a.requests
+        if request.id in partner
+    ]
+    loose = [
+        Unpaired(kind="request", side="a", name=request.id, detail=f"{len(request.token_ids)} tokens")
+        for request in a.requests
+        if request.id not in partner
+    ]
+    loose += [
+        Unpaired(kind="request", side="b", name=request.id, detail=f"{len(request.token_ids)} tokens")
+        for request in others.values()
+    ]
     return pairs, sum(pair.by == "token ids" for pair in pairs), loose
 
 
@@ -145,12 +164,23 @@ def _token_difference(pair: RequestPair) -> list[Unpaired]:
     if left == right:
         return []
     if at < min(len(left), len(right)):
-        return [Unpaired(kind="tokens", side="both", name=pair.a.id,
-                         detail=f"token {at} is {left[at]} in a, {right[at]} in b; "
-                                f"{at} tokens before it agree")]
+        return [
+            Unpaired(
+                kind="tokens",
+                side="both",
+                name=pair.a.id,
+                detail=f"token {at} is {left[at]} in a, {right[at]} in b; {at} tokens before it agree",
+            )
+        ]
     longer: Side = "a" if len(left) > len(right) else "b"
-    return [Unpaired(kind="tokens", side=longer, name=pair.a.id,
-                     detail=f"{len(left)} tokens in a, {len(right)} in b; the first {at} agree")]
+    return [
+        Unpaired(
+            kind="tokens",
+            side=longer,
+            name=pair.a.id,
+            detail=f"{len(left)} tokens in a, {len(right)} in b; the first {at} agree",
+        )
+    ]
 
 
 def _pair_taps(a: Trace, b: Trace, names: Sequence[str]) -> tuple[list[TapPair], list[Unpaired]]:
@@ -161,20 +191,38 @@ def _pair_taps(a: Trace, b: Trace, names: Sequence[str]) -> tuple[list[TapPair],
         if name not in a.taps or name not in b.taps:
             side: Side = "a" if name in a.taps else "b"
             held = (a if side == "a" else b).tap(name)
-            loose.append(Unpaired(kind="tap", side=side, name=name,
-                                  detail=f"{held.dtype}, width {held.width}"))
+            loose.append(
+                Unpaired(kind="tap", side=side, name=name, detail=f"{held.dtype}, width {held.width}")
+            )
             continue
         left, right = a.tap(name), b.tap(name)
         if left.width != right.width:
-            loose.append(Unpaired(kind="width", side="both", name=name,
-                                  detail=f"width {left.width} in a, {right.width} in b; not compared"))
+            loose.append(
+                Unpaired(
+                    kind="width",
+                    side="both",
+                    name=name,
+                    detail=f"width {left.width} in a, {right.width} in b; not compared",
+                )
+            )
             continue
         if left.dtype != right.dtype:
-            loose.append(Unpaired(kind="dtype", side="both", name=name,
-                                  detail=f"{left.dtype} in a, {right.dtype} in b"))
+            loose.append(
+                Unpaired(
+                    kind="dtype", side="both", name=name, detail=f"{left.dtype} in a, {right.dtype} in b"
+                )
+            )
         kind = types[left.layer] if left.layer is not None and left.layer < len(types) else ""
-        pairs.append(TapPair(name=name, layer=left.layer, layer_type=kind, dtype_a=left.dtype,
-                             dtype_b=right.dtype, width=left.width))
+        pairs.append(
+            TapPair(
+                name=name,
+                layer=left.layer,
+                layer_type=kind,
+                dtype_a=left.dtype,
+                dtype_b=right.dtype,
+                width=left.width,
+            )
+        )
     return pairs, loose
 
 
@@ -182,9 +230,11 @@ def identity_differences(a: Manifest, b: Manifest) -> tuple[str, ...]:
     """What differs between the targets, in words: configuration, and parameters by canonical key."""
     left, right = a.target.weights, b.target.weights
     found = ["the configurations differ"] if a.target.config_sha256 != b.target.config_sha256 else []
-    for what, keys in (("other values in", [key for key in left if key in right and left[key] != right[key]]),
-                       ("only side a has", [key for key in left if key not in right]),
-                       ("only side b has", [key for key in right if key not in left])):
+    for what, keys in (
+        ("other values in", [key for key in left if key in right and left[key] != right[key]]),
+        ("only side a has", [key for key in left if key not in right]),
+        ("only side b has", [key for key in right if key not in left]),
+    ):
         if keys:
             found.append(f"{what} {_few(keys, 4)}")
     return tuple(found)

@@ -45,12 +45,19 @@ class Worker:
         choice = backends.parse(backend)
         why = backends.missing(choice)
         if why:
-            raise ParityError(f"backend {choice.name}", why, "choose a backend that runs here: `parity env` lists them")
+            raise ParityError(
+                f"backend {choice.name}", why, "choose a backend that runs here: `parity env` lists them"
+            )
         self.backend = choice.name
         self._stderr: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "parity.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
-            text=True, env=_environment(threads))
+            [sys.executable, "-m", "parity.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            env=_environment(threads),
+        )
         self._send({"backend": backend, "hide": list(hide), "threads": threads})
         self._started = False
 
@@ -112,26 +119,60 @@ def _environment(threads: int) -> dict[str, str]:
     """The worker's variables: ours, with the thread count, and this copy of the package importable."""
     root = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
-    return os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONPATH": path,
-                         "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
-def tokenize(worker: Worker, model: str, prompts: Sequence[Prompt], *, revision: str | None = None,
-             max_tokens: int | None = None) -> list[dict[str, Any]]:
+def tokenize(
+    worker: Worker,
+    model: str,
+    prompts: Sequence[Prompt],
+    *,
+    revision: str | None = None,
+    max_tokens: int | None = None,
+) -> list[dict[str, Any]]:
     """Requests (`parity.trace.RequestEntry` as dicts) of prompts, by the model's tokenizer."""
-    result = worker.call("tokenize", model=model, revision=revision, prompts=[asdict(prompt) for prompt in prompts],
-                         max_tokens=max_tokens)
+    result = worker.call(
+        "tokenize",
+        model=model,
+        revision=revision,
+        prompts=[asdict(prompt) for prompt in prompts],
+        max_tokens=max_tokens,
+    )
     return list(result["requests"])
 
 
-def capture_with(worker: Worker, spec: dict[str, Any], requests: Sequence[dict[str, Any]], out: Path, *,
-                 progress: Progress | None = None, **options: Any) -> dict[str, Any]:
+def capture_with(
+    worker: Worker,
+    spec: dict[str, Any],
+    requests: Sequence[dict[str, Any]],
+    out: Path,
+    *,
+    progress: Progress | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     """One trace by one worker. `options` are those of `model.capturing.capture`."""
-    asked = {"spec": spec, "backend": worker.backend, "ids": [request["token_ids"] for request in requests],
-             **{key: value for key, value in options.items() if key not in ("rank", "world", "operators")}}
+    asked = {
+        "spec": spec,
+        "backend": worker.backend,
+        "ids": [request["token_ids"] for request in requests],
+        **{key: value for key, value in options.items() if key not in ("rank", "world", "operators")},
+    }
     fingerprint = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
-    return worker.call("capture", progress, spec=spec, requests=list(requests), out=str(out), fingerprint=fingerprint,
-                       **options)
+    return worker.call(
+        "capture",
+        progress,
+        spec=spec,
+        requests=list(requests),
+        out=str(out),
+        fingerprint=fingerprint,
+        **options,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,19 +192,40 @@ class Captured:
         """The result in plain lines of at most 80 columns, the proof first."""
         reached = sorted({f"{call['operator']}: {call['implementation']}" for call in self.calls})
         ran = "; ".join(reached) if reached else "no linear-attention layer in this model"
-        lines = [f"{self.out}: {self.requests} requests, {self.tokens} tokens", f"asked for {self.backend}; ran {ran}"]
+        lines = [
+            f"{self.out}: {self.requests} requests, {self.tokens} tokens",
+            f"asked for {self.backend}; ran {ran}",
+        ]
         lines += [f"note: {note}" for note in dict.fromkeys(self.notes)]
         if not self.valid:
-            lines += ["dispatch FAILED, this trace is no evidence:", *(f"  {line}" for line in self.problems[:8]),
-                      "do this: `parity env` shows which backends run here"]
+            lines += [
+                "dispatch FAILED, this trace is no evidence:",
+                *(f"  {line}" for line in self.problems[:8]),
+                "do this: `parity env` shows which backends run here",
+            ]
         return lines
 
 
-def capture_to(out: Path, *, model: str, prompts: Path, backend: str = "torch", taps: Sequence[str] | None = None,
-               dtype: str = "auto", loader: str = "AutoModelForCausalLM", revision: str | None = None,
-               device_map: str | None = None, mode: str = "prefill", max_tokens: int | None = None,
-               complete_with: str | None = None, complete_model: str | None = None, new_tokens: int = 64,
-               local_from: Path | None = None, threads: int = 1, hide: Sequence[str] = ()) -> Captured:
+def capture_to(
+    out: Path,
+    *,
+    model: str,
+    prompts: Path,
+    backend: str = "torch",
+    taps: Sequence[str] | None = None,
+    dtype: str = "auto",
+    loader: str = "AutoModelForCausalLM",
+    revision: str | None = None,
+    device_map: str | None = None,
+    mode: str = "prefill",
+    max_tokens: int | None = None,
+    complete_with: str | None = None,
+    complete_model: str | None = None,
+    new_tokens: int = 64,
+    local_from: Path | None = None,
+    threads: int = 1,
+    hide: Sequence[str] = (),
+) -> Captured:
     """Capture one trace of a prompt file; the function behind `parity capture`.
 
     Under torchrun each rank computes its share and rank 0 finishes the trace. Raises ParityError for
@@ -176,12 +238,28 @@ def capture_to(out: Path, *, model: str, prompts: Path, backend: str = "torch", 
         if complete_with:
             asked = [complete(prompt, complete_with, complete_model or model, new_tokens) for prompt in asked]
         requests = tokenize(worker, model, asked, revision=revision, max_tokens=max_tokens)
-        result = capture_with(worker, spec, requests, out, progress=report, taps=list(taps) if taps else None,
-                              mode=mode, local_from=str(local_from) if local_from else None, rank=rank, world=world)
-    return Captured(out=out, backend=worker.backend, requests=len(requests), valid=result.get("valid", True),
-                    tokens=sum(len(request["token_ids"]) for request in requests),
-                    problems=tuple(result.get("problems", ())), calls=tuple(result.get("calls", ())),
-                    notes=tuple(note for request in requests for note in request["notes"]))
+        result = capture_with(
+            worker,
+            spec,
+            requests,
+            out,
+            progress=report,
+            taps=list(taps) if taps else None,
+            mode=mode,
+            local_from=str(local_from) if local_from else None,
+            rank=rank,
+            world=world,
+        )
+    return Captured(
+        out=out,
+        backend=worker.backend,
+        requests=len(requests),
+        valid=result.get("valid", True),
+        tokens=sum(len(request["token_ids"]) for request in requests),
+        problems=tuple(result.get("problems", ())),
+        calls=tuple(result.get("calls", ())),
+        notes=tuple(note for request in requests for note in request["notes"]),
+    )
 
 
 @contextmanager
@@ -192,7 +270,14 @@ def _progress(label: str) -> Iterator[Progress]:
     from rich.progress import Progress as Bar
 
     console = Console(stderr=True)
-    with Bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-             console=console, disable=not console.is_terminal, transient=True) as bar:
+    with Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    ) as bar:
         task = bar.add_task(label, total=None)
         yield lambda event: bar.update(task, completed=event["done"], total=event["total"])

@@ -87,14 +87,20 @@ class _Tap:
     def evidence(self) -> TapEvidence:
         """The columns the gates judge."""
         golden = "to_golden" in self.columns
-        return TapEvidence(error=self.joined("error"), cosine_gap=self.joined("gap"),
-                           to_golden=self.joined("to_golden") if golden else None,
-                           base_to_golden=self.joined("base_to_golden") if golden else None)
+        return TapEvidence(
+            error=self.joined("error"),
+            cosine_gap=self.joined("gap"),
+            to_golden=self.joined("to_golden") if golden else None,
+            base_to_golden=self.joined("base_to_golden") if golden else None,
+        )
 
     def add(self, stats: PairStats, to_golden: Kept | None, base: Kept | None) -> None:
         """Add one request."""
-        columns = {"error": judged_error(stats), "gap": stats.cosine_gap().astype(np.float32),
-                   "robust_gap": stats.cosine_gap(robust=True).astype(np.float32)}
+        columns = {
+            "error": judged_error(stats),
+            "gap": stats.cosine_gap().astype(np.float32),
+            "robust_gap": stats.cosine_gap(robust=True).astype(np.float32),
+        }
         if to_golden is not None and base is not None:
             columns |= {"to_golden": to_golden, "base_to_golden": base}
         for name, values in columns.items():
@@ -111,24 +117,45 @@ class _Tap:
         self.rows += stats.rows
 
 
-def compare(a: str | Path | Trace, b: str | Path | Trace, *, golden: str | Path | Trace | None = None,
-            floor: str | Path | Floor | None = None, policy: str | Path | Policy | None = None,
-            taps: Sequence[str] | None = None, progress: Progress | None = None,
-            threads: int = 1) -> Comparison:
+def compare(
+    a: str | Path | Trace,
+    b: str | Path | Trace,
+    *,
+    golden: str | Path | Trace | None = None,
+    floor: str | Path | Floor | None = None,
+    policy: str | Path | Policy | None = None,
+    taps: Sequence[str] | None = None,
+    progress: Progress | None = None,
+    threads: int = 1,
+) -> Comparison:
     """`compare_traces` of traces, floor and policy that may be given as paths."""
+
     def opened(trace: str | Path | Trace) -> Trace:
         return trace if isinstance(trace, Trace) else Trace.open(trace)
 
     return compare_traces(
-        opened(a), opened(b), golden=None if golden is None else opened(golden),
+        opened(a),
+        opened(b),
+        golden=None if golden is None else opened(golden),
         floor=Floor.load(Path(floor)) if isinstance(floor, (str, Path)) else floor,
         policy=Policy.load(Path(policy)) if isinstance(policy, (str, Path)) else policy,
-        progress=progress, taps=taps, threads=threads)
+        progress=progress,
+        taps=taps,
+        threads=threads,
+    )
 
 
-def compare_traces(a: Trace, b: Trace, *, golden: Trace | None = None, floor: Floor | None = None,
-                   policy: Policy | None = None, progress: Progress | None = None,
-                   taps: Sequence[str] | None = None, threads: int = 1) -> Comparison:
+def compare_traces(
+    a: Trace,
+    b: Trace,
+    *,
+    golden: Trace | None = None,
+    floor: Floor | None = None,
+    policy: Policy | None = None,
+    progress: Progress | None = None,
+    taps: Sequence[str] | None = None,
+    threads: int = 1,
+) -> Comparison:
     """Compare candidate `a` with reference `b`; see `Comparison`.
 
     `golden` is a float64 trace of the same prompts, `floor` measured benign differences, `taps` names or
@@ -146,8 +173,10 @@ def compare_traces(a: Trace, b: Trace, *, golden: Trace | None = None, floor: Fl
     reader = _Reader(a, b, golden, held, alignment.requests, choose(8 * rows * width), threads, progress)
     reader.read(gathered)
     wrong = [_outliers_wrong(tap) for tap in gathered]
-    gathered = [_Tap(tap.pair, tap.rules, tap.outliers, True) if again else tap
-                for tap, again in zip(gathered, wrong, strict=True)]
+    gathered = [
+        _Tap(tap.pair, tap.rules, tap.outliers, True) if again else tap
+        for tap, again in zip(gathered, wrong, strict=True)
+    ]
     reader.read([tap for tap in gathered if tap.recomputed])
     results = tuple(_result(tap, policy) for tap in gathered)
     return _comparison(reader, alignment, gathered, results, policy, began)
@@ -166,15 +195,23 @@ def _golden_requests(golden: Trace, b: Trace, alignment: Alignment) -> dict[str,
     """Id in b to id in the golden. Raises ParityError where the golden is not float64 or lacks a request."""
     low = sorted({golden.tap(name).dtype for name in golden.taps} - {"float64"})
     if low:
-        raise ParityError(f"{golden.path} as golden", f"taps of {', '.join(low)}",
-                          "capture it with --backend golden, which computes in float64")
+        raise ParityError(
+            f"{golden.path} as golden",
+            f"taps of {', '.join(low)}",
+            "capture it with --backend golden, which computes in float64",
+        )
     known = {pair.a.id: pair for pair in align(b, golden).requests}
-    lacking = [pair.b.id for pair in alignment.requests
-               if pair.b.id not in known or known[pair.b.id].rows < pair.rows]
+    lacking = [
+        pair.b.id
+        for pair in alignment.requests
+        if pair.b.id not in known or known[pair.b.id].rows < pair.rows
+    ]
     if lacking:
-        raise ParityError(f"{golden.path} as golden",
-                          f"not all tokens of request {lacking[0]!r} ({len(lacking)} such)",
-                          "capture the golden from the same prompts")
+        raise ParityError(
+            f"{golden.path} as golden",
+            f"not all tokens of request {lacking[0]!r} ({len(lacking)} such)",
+            "capture the golden from the same prompts",
+        )
     return {pair.b.id: known[pair.b.id].b.id for pair in alignment.requests}
 
 
@@ -221,8 +258,9 @@ class _Reader:
         if tap.control_rows < CONTROL_ROWS:
             self._control(a[short], b[short], gold[short] if gold is not None else None, tap, base)
 
-    def _control(self, a: torch.Tensor, b: torch.Tensor, gold: torch.Tensor | None, tap: _Tap,
-                 base: Kept | None) -> None:
+    def _control(
+        self, a: torch.Tensor, b: torch.Tensor, gold: torch.Tensor | None, tap: _Tap, base: Kept | None
+    ) -> None:
         """Gather the evidence of each negative control: side B broken, in the place of side B."""
         tap.control_rows += a.shape[0]
         for name, control in CONTROLS.items():
@@ -231,15 +269,25 @@ class _Reader:
                 continue
             stats = self._stats(a, broken, tap)
             to_golden = judged_error(self._stats(broken, gold, tap)) if gold is not None else None
-            tap.control[name].append(TapEvidence(
-                error=judged_error(stats), cosine_gap=np.asarray(stats.cosine_gap(), np.float32),
-                to_golden=to_golden,
-                base_to_golden=base[: a.shape[0]] if base is not None else None))
+            tap.control[name].append(
+                TapEvidence(
+                    error=judged_error(stats),
+                    cosine_gap=np.asarray(stats.cosine_gap(), np.float32),
+                    to_golden=to_golden,
+                    base_to_golden=base[: a.shape[0]] if base is not None else None,
+                )
+            )
 
     def _stats(self, a: torch.Tensor, b: torch.Tensor, tap: _Tap, full: bool = False) -> PairStats:
         """The kernel, with this comparison's settings."""
-        return pair_stats(a, b, outliers=tap.outliers or (), full=full, implementation=self.implementation,
-                          threads=self.threads)
+        return pair_stats(
+            a,
+            b,
+            outliers=tap.outliers or (),
+            full=full,
+            implementation=self.implementation,
+            threads=self.threads,
+        )
 
 
 def judged_error(stats: PairStats) -> Kept:
@@ -275,10 +323,12 @@ def _controls(tap: _Tap) -> tuple[ControlResult, ...]:
             error=np.concatenate([part.error for part in evidence]),
             cosine_gap=np.concatenate([part.cosine_gap for part in evidence]),
             to_golden=_concatenated([part.to_golden for part in evidence]),
-            base_to_golden=_concatenated([part.base_to_golden for part in evidence]))
+            base_to_golden=_concatenated([part.base_to_golden for part in evidence]),
+        )
         judgement = judge_tap(joined, tap.rules)
-        results.append(ControlResult(name=name, refused=judgement.outcome == "fail",
-                                     because=judgement.because))
+        results.append(
+            ControlResult(name=name, refused=judgement.outcome == "fail", because=judgement.because)
+        )
     return tuple(results)
 
 
@@ -295,29 +345,49 @@ def _result(tap: _Tap, policy: Policy) -> TapResult:
     nonfinite = (int(t["bad_a"]), int(t["bad_b"]), int(t["bad_both"]))
     count = max(1, tap.rows * pair.width - nonfinite[0] - nonfinite[1] + nonfinite[2])
     judgement, controls = judge_tap(tap.evidence(), rules), _controls(tap)
-    faults = data_faults(nonfinite=nonfinite, zero_one_side=int(tap.zeros[2]),
-                         dtypes=(pair.dtype_a, pair.dtype_b), policy=policy)
+    faults = data_faults(
+        nonfinite=nonfinite,
+        zero_one_side=int(tap.zeros[2]),
+        dtypes=(pair.dtype_a, pair.dtype_b),
+        policy=policy,
+    )
     errors = tap.joined("error")
     channels = tap.channels if tap.channels is not None else np.zeros((3, pair.width))
     return TapResult(
-        tap=pair.name, layer=pair.layer, layer_type=pair.layer_type, dtypes=(pair.dtype_a, pair.dtype_b),
-        tokens=tap.rows, width=pair.width, cosine_mean=1 - float(np.mean(gap, dtype=np.float64)),
-        cosine_min=1 - float(gap.max()), cosine_p01=1 - float(np.quantile(gap, 0.99)),
+        tap=pair.name,
+        layer=pair.layer,
+        layer_type=pair.layer_type,
+        dtypes=(pair.dtype_a, pair.dtype_b),
+        tokens=tap.rows,
+        width=pair.width,
+        cosine_mean=1 - float(np.mean(gap, dtype=np.float64)),
+        cosine_min=1 - float(gap.max()),
+        cosine_p01=1 - float(np.quantile(gap, 0.99)),
         robust_cosine_min=1 - float(robust_gap.max()),
         cosine_flat=_quotient(t["dot"], (t["aa"] * t["bb"]) ** 0.5),
         relative_l2=_quotient(t["dd"], t["bb"]) ** 0.5,
         robust_relative_l2=_quotient(t["dd_r"], t["bb_r"]) ** 0.5,
-        error_rms=rms(errors), error_max=float(errors.max()), max_abs=t["max_abs"],
+        error_rms=rms(errors),
+        error_max=float(errors.max()),
+        max_abs=t["max_abs"],
         mean_abs=t["sum_abs"] / count,
         mean=(t["sum_a"] / count, t["sum_b"] / count),
-        std=(_std(t["aa"], t["sum_a"], count), _std(t["bb"], t["sum_b"], count)), nonfinite=nonfinite,
+        std=(_std(t["aa"], t["sum_a"], count), _std(t["bb"], t["sum_b"], count)),
+        nonfinite=nonfinite,
         zero_rows=(int(tap.zeros[0]), int(tap.zeros[1]), int(tap.zeros[2])),
-        ulp=tuple(tap.ulp.tolist()) if tap.ulp is not None else None, outliers=tap.outliers or (),
-        recomputed=tap.recomputed, floor_name=rules.floor_name, floor_rms=rules.floor.rms,
+        ulp=tuple(tap.ulp.tolist()) if tap.ulp is not None else None,
+        outliers=tap.outliers or (),
+        recomputed=tap.recomputed,
+        floor_name=rules.floor_name,
+        floor_rms=rules.floor.rms,
         floor_token=rules.floor.token,
-        judgement=judgement, faults=faults, controls=controls, outcome=_verdict(judgement, faults, controls),
+        judgement=judgement,
+        faults=faults,
+        controls=controls,
+        outcome=_verdict(judgement, faults, controls),
         token_errors=errors,
-        channel_errors=ratio(np.sqrt(channels[0]), np.sqrt(channels[2])).astype(np.float32))
+        channel_errors=ratio(np.sqrt(channels[0]), np.sqrt(channels[2])).astype(np.float32),
+    )
 
 
 def _verdict(judgement: Judgement, faults: Sequence[str], controls: Sequence[ControlResult]) -> Outcome:
@@ -339,35 +409,60 @@ def _std(squares: float, total: float, count: int) -> float:
     return math.sqrt(max(0.0, squares / count - (total / count) ** 2))
 
 
-def _comparison(reader: _Reader, alignment: Alignment, gathered: Sequence[_Tap],
-                results: tuple[TapResult, ...], policy: Policy, began: float) -> Comparison:
+def _comparison(
+    reader: _Reader,
+    alignment: Alignment,
+    gathered: Sequence[_Tap],
+    results: tuple[TapResult, ...],
+    policy: Policy,
+    began: float,
+) -> Comparison:
     """Put the parts together and find where the difference begins."""
     a, b, golden = reader.a.manifest, reader.b.manifest, reader.golden
     # A tap that fails only by its dtype has no first token.
-    failing = [tap for tap, result in zip(gathered, results, strict=True)
-               if result.judgement.outcome == "fail" or any(result.nonfinite) or result.zero_rows[2]
-               if result.outcome == "fail"]
-    first = first_bad([tap.pair.name for tap in failing],
-                      {tap.pair.name: tap.columns["error"] for tap in failing[:1]},
-                      {tap.pair.name: tap.rules.floor.token for tap in failing[:1]})
+    failing = [
+        tap
+        for tap, result in zip(gathered, results, strict=True)
+        if result.judgement.outcome == "fail" or any(result.nonfinite) or result.zero_rows[2]
+        if result.outcome == "fail"
+    ]
+    first = first_bad(
+        [tap.pair.name for tap in failing],
+        {tap.pair.name: tap.columns["error"] for tap in failing[:1]},
+        {tap.pair.name: tap.rules.floor.token for tap in failing[:1]},
+    )
     places = _Places(alignment.requests, gathered)
-    loose = tuple(item for item in alignment.unpaired
-                  if item.kind != "dtype" or not policy.allow_other_dtype)
+    loose = tuple(item for item in alignment.unpaired if item.kind != "dtype" or not policy.allow_other_dtype)
     missing = [tap.pair.name for tap in gathered if golden is not None and "to_golden" not in tap.columns]
     notes = alignment.notes
     if missing:
         notes += (f"the golden holds no {', '.join(missing)}: judged by the floor",)
     return Comparison(
-        sides=(str(reader.a.path), str(reader.b.path)), backends=(_backend(a), _backend(b)),
-        dtypes=(a.dtype, b.dtype), modes=(a.mode, b.mode), target=a.target.name, gate=_overall_gate(gathered),
-        golden=str(golden.path) if golden is not None else None, requests=len(alignment.requests),
-        tokens=sum(pair.rows for pair in alignment.requests), taps=results, unpaired=loose, notes=notes,
-        proof_problems=tuple(f"side {side}: {text}" for side, manifest in (("a", a), ("b", b))
-                             for text in manifest.backend.problems or
-                             (() if manifest.backend.valid else ("the trace is marked invalid",))),
-        identity=identity_differences(a, b), first_bad=places.place(first) if first is not None else None,
-        worst=places.worst(), heat=HeatMap.of({tap.pair.name: tap.columns["error"] for tap in gathered}),
-        implementation=reader.implementation, seconds=time.perf_counter() - began)
+        sides=(str(reader.a.path), str(reader.b.path)),
+        backends=(_backend(a), _backend(b)),
+        dtypes=(a.dtype, b.dtype),
+        modes=(a.mode, b.mode),
+        target=a.target.name,
+        gate=_overall_gate(gathered),
+        golden=str(golden.path) if golden is not None else None,
+        requests=len(alignment.requests),
+        tokens=sum(pair.rows for pair in alignment.requests),
+        taps=results,
+        unpaired=loose,
+        notes=notes,
+        proof_problems=tuple(
+            f"side {side}: {text}"
+            for side, manifest in (("a", a), ("b", b))
+            for text in manifest.backend.problems
+            or (() if manifest.backend.valid else ("the trace is marked invalid",))
+        ),
+        identity=identity_differences(a, b),
+        first_bad=places.place(first) if first is not None else None,
+        worst=places.worst(),
+        heat=HeatMap.of({tap.pair.name: tap.columns["error"] for tap in gathered}),
+        implementation=reader.implementation,
+        seconds=time.perf_counter() - began,
+    )
 
 
 def _backend(manifest: Manifest) -> str:
@@ -392,11 +487,17 @@ class _Places:
         tap = next(tap for tap in self.taps if tap.pair.name == at.tap)
         entry = self.requests[at.request].a
         error, gap = (float(tap.columns[name][at.request][at.token]) for name in ("error", "gap"))
-        return TokenPlace(tap=at.tap, layer=tap.pair.layer, request=entry.id, token=at.token,
-                          token_id=entry.token_ids[at.token],
-                          text=entry.token_texts[at.token] if at.token < len(entry.token_texts) else "",
-                          error=error, cosine=1 - gap,
-                          times_limit=float(self._times_limit(tap, at.request)[at.token]))
+        return TokenPlace(
+            tap=at.tap,
+            layer=tap.pair.layer,
+            request=entry.id,
+            token=at.token,
+            token_id=entry.token_ids[at.token],
+            text=entry.token_texts[at.token] if at.token < len(entry.token_texts) else "",
+            error=error,
+            cosine=1 - gap,
+            times_limit=float(self._times_limit(tap, at.request)[at.token]),
+        )
 
     def worst(self) -> tuple[TokenPlace, ...]:
         """The tokens furthest beyond (or nearest to) their limit, each with the tap where it is worst."""
@@ -407,13 +508,18 @@ class _Places:
             for token in np.argsort(-peak, kind="stable")[:WORST_TOKENS]:
                 ranked.append((-float(peak[token]), request, int(token), int(times[:, token].argmax())))
         ranked = [entry for entry in sorted(ranked) if entry[0] < 0][:WORST_TOKENS]
-        return tuple(self.place(FirstBad(self.taps[tap].pair.name, request, token))
-                     for _, request, token, tap in ranked)
+        return tuple(
+            self.place(FirstBad(self.taps[tap].pair.name, request, token))
+            for _, request, token, tap in ranked
+        )
 
     def _times_limit(self, tap: _Tap, request: int) -> NDArray[np.floating]:
         """[tokens] what was held against the limit, over that limit."""
         rows = {name: values[request] for name, values in tap.columns.items()}
-        values, _, limit, _ = TapEvidence(error=rows["error"], cosine_gap=rows["gap"],
-                                          to_golden=rows.get("to_golden"),
-                                          base_to_golden=rows.get("base_to_golden")).measure(tap.rules)
+        values, _, limit, _ = TapEvidence(
+            error=rows["error"],
+            cosine_gap=rows["gap"],
+            to_golden=rows.get("to_golden"),
+            base_to_golden=rows.get("base_to_golden"),
+        ).measure(tap.rules)
         return ratio(np.asarray(values, np.float64), np.float64(limit.token))

@@ -38,18 +38,49 @@ OUTLIER_TIMES = 6.0
 about 3 of the median, massive activations are 100 to 10,000 (Sun et al. 2024, arXiv 2402.17762)."""
 SAMPLE_ROWS = 64
 ULP_EDGES = (0, 1, 4, 16, 64)
-FIELDS = ("dot", "aa", "bb", "dd", "sum_abs", "sum_a", "sum_b", "max_abs",
-          "dot_r", "aa_r", "bb_r", "dd_r", "bad_a", "bad_b", "bad_both")
+FIELDS = (
+    "dot",
+    "aa",
+    "bb",
+    "dd",
+    "sum_abs",
+    "sum_a",
+    "sum_b",
+    "max_abs",
+    "dot_r",
+    "aa_r",
+    "bb_r",
+    "dd_r",
+    "bad_a",
+    "bad_b",
+    "bad_both",
+)
 """Rows of `PairStats.sums`; `_r` marks the robust sums, `bad` counts elements that are not finite."""
-SIGNIFICAND_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2, torch.bfloat16: 7, torch.float16: 10,
-                    torch.float32: 23, torch.float64: 52}
-_INTEGER = {torch.float8_e4m3fn: (torch.uint8, np.uint8), torch.float8_e5m2: (torch.uint8, np.int8),
-            torch.bfloat16: (torch.int16, np.uint16), torch.float16: (torch.int16, np.int16),
-            torch.float32: (torch.int32, np.uint32), torch.float64: (torch.int64, np.uint64)}
+SIGNIFICAND_BITS = {
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 2,
+    torch.bfloat16: 7,
+    torch.float16: 10,
+    torch.float32: 23,
+    torch.float64: 52,
+}
+_INTEGER = {
+    torch.float8_e4m3fn: (torch.uint8, np.uint8),
+    torch.float8_e5m2: (torch.uint8, np.int8),
+    torch.bfloat16: (torch.int16, np.uint16),
+    torch.float16: (torch.int16, np.int16),
+    torch.float32: (torch.int32, np.uint32),
+    torch.float64: (torch.int64, np.uint64),
+}
 """The integer view that names a dtype to numba: its types stand for formats (int16 is fp16)."""
-_INFINITY = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C, torch.bfloat16: 0x7F80,
-             torch.float16: 0x7C00,
-             torch.float32: 0x7F800000, torch.float64: 0x7FF0000000000000}
+_INFINITY = {
+    torch.float8_e4m3fn: 0x7E,
+    torch.float8_e5m2: 0x7C,
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+    torch.float32: 0x7F800000,
+    torch.float64: 0x7FF0000000000000,
+}
 """Largest magnitude code that is not NaN (e4m3fn has no infinity)."""
 
 
@@ -134,8 +165,10 @@ def merge(parts: Iterable[PairStats]) -> PairStats:
     for left, right in zip(ordered, ordered[1:], strict=False):
         end = left.start + left.rows
         if end != right.start or right.start % BLOCK_ROWS or left.outliers != right.outliers:
-            raise ValueError(f"rows {right.start}.. do not continue rows {left.start}..{end} at a multiple "
-                             f"of {BLOCK_ROWS} with the same outlier channels")
+            raise ValueError(
+                f"rows {right.start}.. do not continue rows {left.start}..{end} at a multiple "
+                f"of {BLOCK_ROWS} with the same outlier channels"
+            )
     nodes: dict[tuple[int, int], Floats] | None = None
     if all(part.nodes is not None for part in ordered):
         nodes = _folded({key: node for part in ordered for key, node in (part.nodes or {}).items()})
@@ -179,8 +212,16 @@ def choose(bytes_of_both_sides: int, *, cuda: bool = False) -> Implementation:
     return "torch" if cuda or bytes_of_both_sides < NUMBA_FROM_BYTES else "numba"
 
 
-def pair_stats(a: torch.Tensor, b: torch.Tensor, *, outliers: Sequence[int] = (), full: bool = True,
-               start: int = 0, implementation: Implementation | None = None, threads: int = 1) -> PairStats:
+def pair_stats(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    outliers: Sequence[int] = (),
+    full: bool = True,
+    start: int = 0,
+    implementation: Implementation | None = None,
+    threads: int = 1,
+) -> PairStats:
     """Sums over two [tokens, channels] tensors of any dtypes of SIGNIFICAND_BITS.
 
     `full` adds channel sums and, where dtypes match, ULP counts. `start` is the first row's number in
@@ -231,15 +272,17 @@ def _torch_runner(a: torch.Tensor, b: torch.Tensor, full: bool) -> Runner:
     return run
 
 
-def _torch_piece(a: torch.Tensor, b: torch.Tensor, outliers: tuple[int, ...],
-                 full: bool) -> tuple[Floats, Floats]:
+def _torch_piece(
+    a: torch.Tensor, b: torch.Tensor, outliers: tuple[int, ...], full: bool
+) -> tuple[Floats, Floats]:
     """Per-token sums of FIELDS [fields, rows], and channel sums of dd, aa, bb [3, channels] if `full`."""
     x, y = a.to(torch.float64, copy=True), b.to(torch.float64, copy=True)
     counts = x.new_zeros(3, x.shape[0])
     if not bool(torch.isfinite(x.sum() + y.sum())):
         good_a, good_b = torch.isfinite(x), torch.isfinite(y)
-        counts = torch.stack([(~good_a).sum(1), (~good_b).sum(1),
-                              (~good_a & ~good_b).sum(1)]).to(torch.float64)
+        counts = torch.stack([(~good_a).sum(1), (~good_b).sum(1), (~good_a & ~good_b).sum(1)]).to(
+            torch.float64
+        )
         x, y = torch.where(good_a & good_b, x, 0.0), torch.where(good_a & good_b, y, 0.0)
     squares = np.zeros((3, x.shape[1]))
     if full:
@@ -281,12 +324,17 @@ def _numba_runner(a: torch.Tensor, b: torch.Tensor, full: bool) -> Runner:
     """The numba implementation over integer views of the tensors: nothing is copied."""
     from parity.compare_loops import compiled
 
-    left, right = (side.contiguous().view(_INTEGER[side.dtype][0]).numpy().view(_INTEGER[side.dtype][1])
-                   for side in (a, b))
+    left, right = (
+        side.contiguous().view(_INTEGER[side.dtype][0]).numpy().view(_INTEGER[side.dtype][1])
+        for side in (a, b)
+    )
     narrow = max(a.element_size(), b.element_size()) < 4
     # Magnitudes whose squares the lanes can neither overflow nor lose; rows beyond take the exact loop.
-    limits = ((np.float32(2.0**-50), np.float32(2.0**55)) if narrow
-              else (np.float64(2.0**-480), np.float64(2.0**480)))
+    limits = (
+        (np.float32(2.0**-50), np.float32(2.0**55))
+        if narrow
+        else (np.float64(2.0**-480), np.float64(2.0**480))
+    )
     loop_rows, loop_channels, loop_ulp = compiled()
     # Pieces of rows that stay in the second-level cache between the three loops.
     piece = max(8, (512 << 10) // max(1, a.shape[1] * (a.element_size() + b.element_size())) & -8)

@@ -180,8 +180,9 @@ def compiled() -> tuple[Any, Any, Any]:
     def jit(loop: Any) -> Any:
         try:
             return numba.njit(loop, cache=True, nogil=True, boundscheck=False)
-        except RuntimeError:    # neither the package's folder nor the user's cache can be written
+        except RuntimeError:  # neither the package's folder nor the user's cache can be written
             return numba.njit(loop, nogil=True, boundscheck=False)
+
     return jit(_loop_rows), jit(_loop_channels), jit(_loop_ulp)
 
 
@@ -192,6 +193,7 @@ def _teach_values(numba: Any, ext: Any) -> None:
     def cast(source: Any, target: Any) -> Any:
         def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
             return builder.bitcast(args[0], context.get_value_type(target))
+
         return ext.intrinsic(lambda _, value: (target(source), code))
 
     f32, f64 = cast(types.uint32, types.float32), cast(types.uint64, types.float64)
@@ -200,8 +202,11 @@ def _teach_values(numba: Any, ext: Any) -> None:
     def value_of(code: Any) -> Any:
         if code in _narrow_floats(types):
             return _narrow_reader(f32, *_narrow_floats(types)[code])
-        return {types.uint16: lambda code: f32(u32(u32(code) << u32(16))),
-                types.uint32: lambda code: f32(code), types.uint64: lambda code: f64(code)}[code]
+        return {
+            types.uint16: lambda code: f32(u32(u32(code) << u32(16))),
+            types.uint32: lambda code: f32(code),
+            types.uint64: lambda code: f64(code),
+        }[code]
 
     def widen(code: Any, like: Any) -> Any:
         read, real = numba.njit(value_of(code)), np.float32 if like == types.float32 else np.float64
@@ -209,16 +214,23 @@ def _teach_values(numba: Any, ext: Any) -> None:
 
     # Lambdas: numba compares the argument annotations of an overload with those of its body.
     ext.overload(_widen)(lambda code, like: widen(code, like))
-    ext.overload(_order)(lambda size: (lambda size: i32(size)) if size == types.float32
-                         else (lambda size: i64(size)))
-    ext.overload(_unorder)(lambda code: (lambda code: f32(u32(code))) if code == types.int32
-                           else (lambda code: f64(np.uint64(code))))
+    ext.overload(_order)(
+        lambda size: (lambda size: i32(size)) if size == types.float32 else (lambda size: i64(size))
+    )
+    ext.overload(_unorder)(
+        lambda code: (
+            (lambda code: f32(u32(code))) if code == types.int32 else (lambda code: f64(np.uint64(code)))
+        )
+    )
 
 
 def _narrow_floats(types: Any) -> dict[Any, tuple[int, int, float, int]]:
     """Bits, shift into float32's fields, what the exponent is short by, first code of infinity or NaN."""
-    return {types.uint8: (8, 20, 2.0**120, 0x7F), types.int8: (8, 21, 2.0**112, 0x7C),
-            types.int16: (16, 13, 2.0**112, 0x7C00)}
+    return {
+        types.uint8: (8, 20, 2.0**120, 0x7F),
+        types.int8: (8, 21, 2.0**112, 0x7C),
+        types.int16: (16, 13, 2.0**112, 0x7C00),
+    }
 
 
 def _narrow_reader(f32: Any, bits: int, shift: int, exponent: float, special: int) -> Any:
@@ -232,14 +244,21 @@ def _narrow_reader(f32: Any, bits: int, shift: int, exponent: float, special: in
         if (u32(code) & mask) >= special:
             value = f32(u32(moved | u32(0x7F800000)))
         return -value if u32(code) & sign else value
+
     return read
 
 
 def _teach_distance(numba: Any, ext: Any) -> None:
     """Tell numba the ULP distance of two codes of one format."""
     types, u32, far = numba.types, np.uint32, 1 << 30
-    infinity = {types.uint8: 0x7E, types.int8: 0x7C, types.int16: 0x7C00, types.uint16: 0x7F80,
-                types.uint32: 0x7F800000, types.uint64: 0x7FF0000000000000}
+    infinity = {
+        types.uint8: 0x7E,
+        types.int8: 0x7C,
+        types.int16: 0x7C00,
+        types.uint16: 0x7F80,
+        types.uint32: 0x7F800000,
+        types.uint64: 0x7FF0000000000000,
+    }
 
     def distance(u: Any, v: Any) -> Any:
         mask, sign, top = (1 << (u.bitwidth - 1)) - 1, 1 << (u.bitwidth - 1), infinity[u]
@@ -257,6 +276,7 @@ def _teach_distance(numba: Any, ext: Any) -> None:
             p, q = u & mask64, v & mask64
             d = p + q if (u ^ v) >> np.uint64(63) else max(p, q) - min(p, q)
             return np.uint64(far) if p > top64 or q > top64 else d
+
         return apart64 if u.bitwidth == 64 else apart
 
     ext.overload(_distance)(lambda u, v: distance(u, v))

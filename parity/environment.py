@@ -9,15 +9,40 @@ import platform
 import sys
 from pathlib import Path
 
-PACKAGES = ("torch", "transformers", "flash-linear-attention", "fla-core", "triton", "causal-conv1d", "kernels",
-            "accelerate", "safetensors", "tokenizers", "numpy")
-PREFIXES = ("FLA_", "TRITON_", "TORCH_", "CUBLAS_", "PYTORCH_", "NVIDIA_TF32", "OMP_", "MKL_", "USE_HUB_KERNELS")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "flash-linear-attention",
+    "fla-core",
+    "triton",
+    "causal-conv1d",
+    "kernels",
+    "accelerate",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+)
+PREFIXES = (
+    "FLA_",
+    "TRITON_",
+    "TORCH_",
+    "CUBLAS_",
+    "PYTORCH_",
+    "NVIDIA_TF32",
+    "OMP_",
+    "MKL_",
+    "USE_HUB_KERNELS",
+)
 
 
 def environment() -> dict[str, str]:
     """Versions, devices and variables, by name. `absent` stands for a package that is not installed."""
-    found = {"python": platform.python_version(), "platform": platform.platform(), "cpu": cpu_name(),
-             "cores": str(os.cpu_count())}
+    found = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": str(os.cpu_count()),
+    }
     found |= {name: package_version(name) for name in PACKAGES}
     found |= _devices()
     found |= {f"${name}": value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}

@@ -44,12 +44,16 @@ def read_prompts(file: Path) -> list[Prompt]:
     if not numbered:
         raise ParityError(f"prompts from {file}", "an empty file", "write one prompt a line, or JSON lines")
     as_json = file.suffix in (".jsonl", ".ndjson", ".json") or numbered[0][1].lstrip().startswith("{")
-    prompts = [_from_json(file, number, line) if as_json else Prompt(id=f"line-{number}", text=line)
-               for number, line in numbered]
+    prompts = [
+        _from_json(file, number, line) if as_json else Prompt(id=f"line-{number}", text=line)
+        for number, line in numbered
+    ]
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
-            raise ParityError(f"prompts from {file}", f"id {prompt.id!r} twice", "give each prompt its own id")
+            raise ParityError(
+                f"prompts from {file}", f"id {prompt.id!r} twice", "give each prompt its own id"
+            )
         seen.add(prompt.id)
     return prompts
 
@@ -65,17 +69,32 @@ def _from_json(file: Path, number: int, line: str) -> Prompt:
         found = f"keys {', '.join(map(str, data))}" if isinstance(data, dict) else f"a {type(data).__name__}"
         raise ParityError(where, found, "give exactly one of prompt, messages, token_ids")
     key, value = given[0], data[given[0]]
-    base = Prompt(id=str(data.get("id", f"line-{number}")), completion=data.get("completion"),
-                  thinking=data.get("enable_thinking"))
+    base = Prompt(
+        id=str(data.get("id", f"line-{number}")),
+        completion=data.get("completion"),
+        thinking=data.get("enable_thinking"),
+    )
     if key == "prompt" and isinstance(value, str) and value:
         return replace(base, text=value)
-    if key == "messages" and isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+    if (
+        key == "messages"
+        and isinstance(value, list)
+        and value
+        and all(isinstance(item, dict) for item in value)
+    ):
         return replace(base, messages=tuple(value))
-    if key == "token_ids" and isinstance(value, list) and value \
-            and all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value):
+    if (
+        key == "token_ids"
+        and isinstance(value, list)
+        and value
+        and all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value)
+    ):
         return replace(base, token_ids=tuple(value))
-    raise ParityError(where, f"{key} = {str(value)[:60]!r}", "prompt is a text, messages a list of objects, "
-                      "token_ids a list of whole numbers; none may be empty")
+    raise ParityError(
+        where,
+        f"{key} = {str(value)[:60]!r}",
+        "prompt is a text, messages a list of objects, token_ids a list of whole numbers; none may be empty",
+    )
 
 
 def complete(prompt: Prompt, url: str, model: str, max_tokens: int, timeout: float = 600.0) -> Prompt:
@@ -90,23 +109,40 @@ def complete(prompt: Prompt, url: str, model: str, max_tokens: int, timeout: flo
         if prompt.thinking is not None:
             body["chat_template_kwargs"] = {"enable_thinking": prompt.thinking}
     else:
-        path, body["prompt"] = "/v1/completions", prompt.text if prompt.text is not None else list(prompt.token_ids or ())
+        path, body["prompt"] = (
+            "/v1/completions",
+            prompt.text if prompt.text is not None else list(prompt.token_ids or ()),
+        )
     answer, notes = _ask(url.rstrip("/").removesuffix("/v1") + path, body, timeout)
     try:
         choice = answer["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
-        ids, prompt_ids = choice.get("token_ids"), answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        ids, prompt_ids = (
+            choice.get("token_ids"),
+            answer.get("prompt_token_ids") or choice.get("prompt_token_ids"),
+        )
         if not isinstance(text, str):
             raise TypeError("content is no text")
     except (KeyError, IndexError, TypeError) as error:
-        raise ParityError(f"a completion from {url}", f"an answer without one ({error})",
-                          "give the address of an OpenAI-compatible server") from error
+        raise ParityError(
+            f"a completion from {url}",
+            f"an answer without one ({error})",
+            "give the address of an OpenAI-compatible server",
+        ) from error
     echoed = prompt.text if prompt.text is not None else _last_user(prompt)
     if echoed and text.startswith(echoed):
-        text, notes = text[len(echoed):], [*notes, "the server's content began with the prompt, which was cut"]
+        text, notes = (
+            text[len(echoed) :],
+            [*notes, "the server's content began with the prompt, which was cut"],
+        )
         ids = None
-    return replace(prompt, completion=text, completion_ids=tuple(ids) if ids else None,
-                   prompt_ids=tuple(prompt_ids) if ids and prompt_ids else None, notes=(*prompt.notes, *notes))
+    return replace(
+        prompt,
+        completion=text,
+        completion_ids=tuple(ids) if ids else None,
+        prompt_ids=tuple(prompt_ids) if ids and prompt_ids else None,
+        notes=(*prompt.notes, *notes),
+    )
 
 
 def _last_user(prompt: Prompt) -> str:
@@ -118,7 +154,9 @@ def _ask(url: str, body: dict[str, Any], timeout: float) -> tuple[dict[str, Any]
     """POST; ask for token ids first (vLLM and SGLang know `return_token_ids`), and without where refused."""
     refused: list[str] = []
     for extra in ({"return_token_ids": True}, {}):
-        request = urllib.request.Request(url, json.dumps(body | extra).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            url, json.dumps(body | extra).encode(), {"Content-Type": "application/json"}
+        )
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:
                 data = json.load(response)
@@ -128,8 +166,13 @@ def _ask(url: str, body: dict[str, Any], timeout: float) -> tuple[dict[str, Any]
             if extra and error.code in (400, 422):
                 refused = ["the server refused return_token_ids; its text is tokenised again"]
                 continue
-            raise ParityError(f"a completion from {url}", f"HTTP {error.code}: {detail}",
-                              "check the model's name and the server's log") from error
+            raise ParityError(
+                f"a completion from {url}",
+                f"HTTP {error.code}: {detail}",
+                "check the model's name and the server's log",
+            ) from error
         except (OSError, ValueError) as error:
-            raise ParityError(f"a completion from {url}", f"no answer ({error})", "start the server, check address and port") from error
+            raise ParityError(
+                f"a completion from {url}", f"no answer ({error})", "start the server, check address and port"
+            ) from error
     raise AssertionError("the loop returns or raises")

@@ -42,9 +42,19 @@ GENERIC_PROMPTS = (
 """For a user's model without prompts of their own: prose, code and a question."""
 
 
-def check(*, model: str | None = None, prompts: Path | None = None, backend: str | None = None,
-          loader: str = "AutoModelForCausalLM", revision: str | None = None, device_map: str | None = None,
-          max_tokens: int = 160, traces: Path | None = None, threads: int = 1, hide: Sequence[str] = ()) -> Report:
+def check(
+    *,
+    model: str | None = None,
+    prompts: Path | None = None,
+    backend: str | None = None,
+    loader: str = "AutoModelForCausalLM",
+    revision: str | None = None,
+    device_map: str | None = None,
+    max_tokens: int = 160,
+    traces: Path | None = None,
+    threads: int = 1,
+    hide: Sequence[str] = (),
+) -> Report:
     """Everything before training, as a report.
 
     `model` None is the embedded target. `traces` is a folder that keeps the captured traces (replaced if
@@ -52,9 +62,17 @@ def check(*, model: str | None = None, prompts: Path | None = None, backend: str
     find. Raises ParityError for what the user can put right.
     """
     began = time.monotonic()
-    subject = _Subject(model=model, loader=loader, revision=revision, device_map=device_map, max_tokens=max_tokens,
-                       threads=threads, hide=tuple(hide), prompts=_prompts(model, prompts),
-                       other=backend or ("fla" if backends.missing(backends.parse("fla")) is None else "fla-interpreted"))
+    subject = _Subject(
+        model=model,
+        loader=loader,
+        revision=revision,
+        device_map=device_map,
+        max_tokens=max_tokens,
+        threads=threads,
+        hide=tuple(hide),
+        prompts=_prompts(model, prompts),
+        other=backend or ("fla" if backends.missing(backends.parse("fla")) is None else "fla-interpreted"),
+    )
     backends.parse(subject.other)
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
         folder = Path(scratch)
@@ -92,8 +110,13 @@ class _Subject:
 
     def spec(self, dtype: str, **changes: Any) -> dict[str, Any]:
         """The `TargetSpec` fields."""
-        return {"model": self.path, "revision": self.revision, "dtype": dtype, "loader": self.loader,
-                "device_map": self.device_map} | changes
+        return {
+            "model": self.path,
+            "revision": self.revision,
+            "dtype": dtype,
+            "loader": self.loader,
+            "device_map": self.device_map,
+        } | changes
 
 
 def _prompts(model: str | None, file: Path | None) -> tuple[Prompt, ...]:
@@ -104,7 +127,11 @@ def _prompts(model: str | None, file: Path | None) -> tuple[Prompt, ...]:
         return tuple(Prompt(id=f"built-in-{i}", text=text) for i, text in enumerate(GENERIC_PROMPTS))
     from parity.model.corpus import conversation
 
-    return (Prompt(id="conversation", messages=tuple(dict(message) for message in conversation(1, "held_out", 170))),)
+    return (
+        Prompt(
+            id="conversation", messages=tuple(dict(message) for message in conversation(1, "held_out", 170))
+        ),
+    )
 
 
 class _Gathering:
@@ -125,14 +152,24 @@ class _Gathering:
         """Gather with two workers at a time. Raises ParityError where the target itself cannot be examined."""
         with ThreadPoolExecutor(2) as pool:
             # The reference is needed first, since its trouble (a wrong path, say) is the user's to put right.
-            reference, other = pool.submit(self._guarded, self._torch), pool.submit(self._guarded, self._other)
+            reference, other = (
+                pool.submit(self._guarded, self._torch),
+                pool.submit(self._guarded, self._other),
+            )
             try:
                 reference.result()
                 other.result()
             finally:
                 self._open_gates()
-        return Evidence(other=self.subject.other, traces=self._in_order(), absent=self.absent, crashes=self.crashes,
-                        operators=self.operators, self_tests=self.self_tests, target=self.target)
+        return Evidence(
+            other=self.subject.other,
+            traces=self._in_order(),
+            absent=self.absent,
+            crashes=self.crashes,
+            operators=self.operators,
+            self_tests=self.self_tests,
+            target=self.target,
+        )
 
     def _in_order(self) -> dict[str, Trace]:
         """Traces in the order a reader expects, not in that of two racing workers."""
@@ -154,8 +191,13 @@ class _Gathering:
         subject = self.subject
         with Worker("torch", threads=subject.threads) as worker:
             self.step("torch", "reading the target")
-            self.requests = tokenize(worker, subject.path, subject.prompts, revision=subject.revision,
-                                     max_tokens=subject.max_tokens)
+            self.requests = tokenize(
+                worker,
+                subject.path,
+                subject.prompts,
+                revision=subject.revision,
+                max_tokens=subject.max_tokens,
+            )
             self.target = worker.call("describe", spec=subject.spec("bfloat16"))
             self._known.set()
             for dtype in ("bf16", "fp32"):
@@ -173,8 +215,13 @@ class _Gathering:
     def _golden_operators(self, worker: Worker, dtype: str) -> None:
         if f"torch.{dtype}" in self.operators:
             name, out = f"golden.{dtype}", self.folder / f"golden.{dtype}.operators.safetensors"
-            if self._try(name, worker, lambda: worker.call(
-                    "replay", calls=str(self.operators[f"torch.{dtype}"]), out=str(out), golden=True)):
+            if self._try(
+                name,
+                worker,
+                lambda: worker.call(
+                    "replay", calls=str(self.operators[f"torch.{dtype}"]), out=str(out), golden=True
+                ),
+            ):
                 self.operators[name] = out
 
     def _loaders(self, worker: Worker) -> None:
@@ -187,9 +234,15 @@ class _Gathering:
                 self.absent[name] = "only the embedded target is wrapped on the spot"
             return
         wrapped = self.folder / "wrapped"
-        if self._try("loading.wrapper", worker, lambda: worker.call("wrap", model=self.subject.path, out=str(wrapped))):
-            self._capture(worker, "loading.wrapper", "fp32",
-                          spec={"model": str(wrapped), "loader": "AutoModelForImageTextToText"})
+        if self._try(
+            "loading.wrapper", worker, lambda: worker.call("wrap", model=self.subject.path, out=str(wrapped))
+        ):
+            self._capture(
+                worker,
+                "loading.wrapper",
+                "fp32",
+                spec={"model": str(wrapped), "loader": "AutoModelForImageTextToText"},
+            )
             self._capture(worker, "loading.wrapped-text", "fp32", spec={"model": str(wrapped)})
 
     def _other(self) -> None:
@@ -222,8 +275,18 @@ class _Gathering:
         self.step("other", f"self-test in {dtype}")
         self._try(f"self-test.{dtype}", worker, run)
 
-    def _capture(self, worker: Worker, name: str, dtype: str, *, record: bool = False, required: bool = False,
-                 spec: dict[str, Any] | None = None, local_from: str | None = None, **options: Any) -> None:
+    def _capture(
+        self,
+        worker: Worker,
+        name: str,
+        dtype: str,
+        *,
+        record: bool = False,
+        required: bool = False,
+        spec: dict[str, Any] | None = None,
+        local_from: str | None = None,
+        **options: Any,
+    ) -> None:
         """One trace by name; where it fails, `absent` says why. `required` lets a user's error through."""
         if local_from is not None:
             if local_from not in self.traces:
@@ -234,8 +297,14 @@ class _Gathering:
         self.step("torch" if worker.backend == "torch" else "other", name)
 
         def run() -> None:
-            capture_with(worker, self.subject.spec(DTYPES[dtype], **(spec or {})), self.requests, out,
-                         operators=str(calls) if record else None, **options)
+            capture_with(
+                worker,
+                self.subject.spec(DTYPES[dtype], **(spec or {})),
+                self.requests,
+                out,
+                operators=str(calls) if record else None,
+                **options,
+            )
             self.traces[name] = Trace.open(out)
             if record:
                 self.operators[name] = calls
@@ -270,9 +339,17 @@ def _ask(entry: Any, evidence: Evidence) -> Answer:
         answer: Answer = entry.load().run(evidence)
     except Exception:
         lines = traceback.format_exc().strip().splitlines()
-        return Answer(findings=(Finding(name=entry.name, outcome="error", sentence=f"the probe itself broke: {lines[-1]}",
-                                        evidence=(("traceback", "\n".join(lines[-12:])),),
-                                        next_step="report it to parity with this report"),))
+        return Answer(
+            findings=(
+                Finding(
+                    name=entry.name,
+                    outcome="error",
+                    sentence=f"the probe itself broke: {lines[-1]}",
+                    evidence=(("traceback", "\n".join(lines[-12:])),),
+                    next_step="report it to parity with this report",
+                ),
+            )
+        )
     return answer
 
 
@@ -289,18 +366,28 @@ class _Question:
 
 SUSPICIONS = (
     _Question(name="the kernels that were asked for never ran", findings=("dispatch",)),
-    _Question(name="the kernels compute another function", findings=("kernels.fp32.gate", "kernels.fp32.controls", "kernels.fp32.local",
-                                                                     "kernels.fp32.layers")),
-    _Question(name="the bf16 kernels differ by more than rounding", findings=("kernels.bf16.gate", "kernels.bf16.controls",
-                                                                             "kernels.bf16.local", "kernels.bf16.layers")),
+    _Question(
+        name="the kernels compute another function",
+        findings=("kernels.fp32.gate", "kernels.fp32.controls", "kernels.fp32.local", "kernels.fp32.layers"),
+    ),
+    _Question(
+        name="the bf16 kernels differ by more than rounding",
+        findings=("kernels.bf16.gate", "kernels.bf16.controls", "kernels.bf16.local", "kernels.bf16.layers"),
+    ),
     _Question(name="an operator is wrong by itself", findings=("operators",)),
     _Question(name="torch's fallback itself is wrong", findings=("golden",)),
-    _Question(name="it matters how the target is loaded", findings=("loading.AutoModel", "loading.wrapper", "loading.wrapped-text")),
+    _Question(
+        name="it matters how the target is loaded",
+        findings=("loading.AutoModel", "loading.wrapper", "loading.wrapped-text"),
+    ),
     _Question(name="weights are random or were not loaded", findings=("loading.weights",)),
     _Question(name="decoding or verifying gives other states than prefill", findings=("serving",)),
     _Question(name="runs or batch sizes change the states", findings=("floor",)),
-    _Question(name="the trainer's wiring is not what it is declared to be", findings=("inputs", "noise", "loss", "labels"),
-              untested="the wiring probes ask a trainer's step, and this check examined the target alone"),
+    _Question(
+        name="the trainer's wiring is not what it is declared to be",
+        findings=("inputs", "noise", "loss", "labels"),
+        untested="the wiring probes ask a trainer's step, and this check examined the target alone",
+    ),
 )
 
 
@@ -310,7 +397,11 @@ def suspicions(findings: Sequence[Finding]) -> tuple[Suspicion, ...]:
 
 
 def _answer(question: _Question, findings: Sequence[Finding]) -> Suspicion:
-    mine = [f for f in findings if any(f.name == name or f.name.startswith(name + ".") for name in question.findings)]
+    mine = [
+        f
+        for f in findings
+        if any(f.name == name or f.name.startswith(name + ".") for name in question.findings)
+    ]
     found = [f for f in mine if f.outcome == "fail"]
     open_ = [f for f in mine if f.outcome in ("error",)] or [f for f in mine if f.outcome == "skipped"]
     passed = [f for f in mine if f.outcome in ("pass", "warn")]
@@ -324,27 +415,47 @@ def _answer(question: _Question, findings: Sequence[Finding]) -> Suspicion:
         verdict, because = "ruled out", passed[0].sentence
         if open_:
             because += f" ({len(open_)} of {len(mine)} checks were skipped)"
-    return Suspicion(name=question.name, verdict=verdict, because=because, findings=tuple(f.name for f in mine))
+    return Suspicion(
+        name=question.name, verdict=verdict, because=because, findings=tuple(f.name for f in mine)
+    )
 
 
-def _report(subject: _Subject, evidence: Evidence, answers: Sequence[tuple[str, Answer]], began: float) -> Report:
+def _report(
+    subject: _Subject, evidence: Evidence, answers: Sequence[tuple[str, Answer]], began: float
+) -> Report:
     findings = tuple(finding for _, answer in answers for finding in answer.findings)
     tables = tuple(table for _, answer in answers for table in answer.tables)
     reference = evidence.traces["torch.fp32"]
     tokens = sum(len(request.token_ids) for request in reference.requests)
-    calls = sum(call.calls for name, trace in evidence.traces.items() if name.startswith("other.")
-                for call in trace.manifest.backend.calls if call.operator == "delta")
+    calls = sum(
+        call.calls
+        for name, trace in evidence.traces.items()
+        if name.startswith("other.")
+        for call in trace.manifest.backend.calls
+        if call.operator == "delta"
+    )
     return Report(
-        kind="check", title=f"{'embedded target' if subject.model is None else subject.model}: torch against {subject.other}",
-        created=datetime.now(UTC).isoformat(timespec="seconds"), command=" ".join(["parity", *sys.argv[1:]]),
-        subject=(("target", "embedded hybrid target" if subject.model is None else subject.model),
-                 ("class", evidence.target["class"]), ("parameters", evidence.target["parameters"]),
-                 ("layers", len(evidence.target["layer_types"])), ("linear layers", len(evidence.linear)),
-                 ("requests", len(reference.requests)), ("tokens", tokens), ("backends", f"torch against {subject.other}"),
-                 (f"delta-rule calls on {subject.other}", calls)),
-        findings=findings, suspicions=suspicions(findings), tables=tables,
+        kind="check",
+        title=f"{'embedded target' if subject.model is None else subject.model}: torch against {subject.other}",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=" ".join(["parity", *sys.argv[1:]]),
+        subject=(
+            ("target", "embedded hybrid target" if subject.model is None else subject.model),
+            ("class", evidence.target["class"]),
+            ("parameters", evidence.target["parameters"]),
+            ("layers", len(evidence.target["layer_types"])),
+            ("linear layers", len(evidence.linear)),
+            ("requests", len(reference.requests)),
+            ("tokens", tokens),
+            ("backends", f"torch against {subject.other}"),
+            (f"delta-rule calls on {subject.other}", calls),
+        ),
+        findings=findings,
+        suspicions=suspicions(findings),
+        tables=tables,
         environment=tuple(sorted((reference.manifest.environment | environment()).items())),
-        seconds=round(time.monotonic() - began, 1))
+        seconds=round(time.monotonic() - began, 1),
+    )
 
 
 def _keep(folder: Path, traces: Path) -> None:
@@ -352,7 +463,9 @@ def _keep(folder: Path, traces: Path) -> None:
     mark = "made-by-parity-check"
     if traces.exists():
         if not (traces / mark).is_file():
-            raise ParityError(f"traces in {traces}", "a folder that parity did not make", "choose another --out")
+            raise ParityError(
+                f"traces in {traces}", "a folder that parity did not make", "choose another --out"
+            )
         shutil.rmtree(traces)
     traces.parent.mkdir(parents=True, exist_ok=True)
     (folder / mark).touch()
@@ -366,8 +479,17 @@ def _progress(subject: _Subject) -> Iterator[Callable[[str, str], None]]:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console,
-                  disable=not console.is_terminal, transient=True) as bar:
-        tasks = {"torch": bar.add_task("torch: starting"), "other": bar.add_task(f"{subject.other}: starting")}
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    ) as bar:
+        tasks = {
+            "torch": bar.add_task("torch: starting"),
+            "other": bar.add_task(f"{subject.other}: starting"),
+        }
         names = {"torch": "torch", "other": subject.other}
         yield lambda worker, doing: bar.update(tasks[worker], description=f"{names[worker]}: {doing}")

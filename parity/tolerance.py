@@ -60,8 +60,14 @@ GOLDEN_RATIO: dict[Gate, Limit] = {"semantic": Limit(16, 40), "kernel": Limit(2,
 """How many times the reference side's error to the golden is allowed. 2 is FlashAttention's test rule and
 msprobe's RMSE ratio, 5 its middle limit for maxima; benign bf16 pairs had 1.2 and 1.6, a 1 % error in
 float32 5,000 (facts/compare.md 3.4 and 4.1)."""
-_EPS = {"float8_e4m3fn": 2.0**-3, "float8_e5m2": 2.0**-2, "bfloat16": 2.0**-7, "float16": 2.0**-10,
-        "float32": 2.0**-23, "float64": 2.0**-52}
+_EPS = {
+    "float8_e4m3fn": 2.0**-3,
+    "float8_e5m2": 2.0**-2,
+    "bfloat16": 2.0**-7,
+    "float16": 2.0**-10,
+    "float32": 2.0**-23,
+    "float64": 2.0**-52,
+}
 
 
 def eps_of(dtype: str) -> float:
@@ -101,9 +107,14 @@ class Floor(_Model):
     @classmethod
     def measured(cls, name: str, errors: Mapping[str, Floats], measured_on: str) -> "Floor":
         """From each tap's [tokens] judged errors of one benign pair."""
-        return cls(name=name, measured_on=measured_on, taps={
-            tap: TapFloor(rms=rms(values), token=float(np.max(values, initial=0.0)))
-            for tap, values in errors.items()})
+        return cls(
+            name=name,
+            measured_on=measured_on,
+            taps={
+                tap: TapFloor(rms=rms(values), token=float(np.max(values, initial=0.0)))
+                for tap, values in errors.items()
+            },
+        )
 
     @classmethod
     def load(cls, path: Path) -> "Floor":
@@ -172,8 +183,9 @@ def _read(kind: type[M], path: Path, what: str) -> M:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ParityError(f"the {what} {path}", f"no readable YAML ({error})",
-                          "name a YAML or JSON file") from error
+        raise ParityError(
+            f"the {what} {path}", f"no readable YAML ({error})", "name a YAML or JSON file"
+        ) from error
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -211,8 +223,9 @@ class TapRules:
         return defaults[self.gate]
 
 
-def rules_for(tap: str, dtype: str, depth: int, floor: Floor | None = None,
-              policy: Policy | None = None) -> TapRules:
+def rules_for(
+    tap: str, dtype: str, depth: int, floor: Floor | None = None, policy: Policy | None = None
+) -> TapRules:
     """The rules of one tap. A measured floor counts where it is larger than what rounding alone explains:
     a rerun that repeats exactly says nothing about another kernel's order of additions."""
     base, name = default_floor(dtype, depth), f"default, {dtype}, depth {depth}"
@@ -220,8 +233,13 @@ def rules_for(tap: str, dtype: str, depth: int, floor: Floor | None = None,
     if floor is not None and measured is not None:
         larger = TapFloor(rms=max(measured.rms, base.rms), token=max(measured.token, base.token))
         base, name = larger, name if larger == base else f"measured: {floor.name}"
-    return TapRules(gate=gate_of(dtype), dtype=dtype, floor=base, floor_name=name,
-                    limits=policy.limits(tap) if policy is not None else None)
+    return TapRules(
+        gate=gate_of(dtype),
+        dtype=dtype,
+        floor=base,
+        floor_name=name,
+        limits=policy.limits(tap) if policy is not None else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,13 +290,21 @@ def judge_tap(evidence: TapEvidence, rules: TapRules) -> Judgement:
     reasons, policy = _broken(evidence, rules, (whole, worst, share), limit)
     outcome: Outcome = "skipped" if not values.size else "fail" if reasons else "pass"
     because = "; ".join(reasons) or ("within the limits" if values.size else "no token was compared")
-    return Judgement(outcome=outcome, judged_by=f"policy, {judged_by}" if policy else judged_by,
-                     because=because, rms=whole, worst=worst, limit=limit,
-                     times_floor=max(whole / scale.rms, worst / scale.token), share_outside=share)
+    return Judgement(
+        outcome=outcome,
+        judged_by=f"policy, {judged_by}" if policy else judged_by,
+        because=because,
+        rms=whole,
+        worst=worst,
+        limit=limit,
+        times_floor=max(whole / scale.rms, worst / scale.token),
+        share_outside=share,
+    )
 
 
-def _broken(evidence: TapEvidence, rules: TapRules, measured: tuple[float, float, float],
-            limit: Limit) -> tuple[list[str], bool]:
+def _broken(
+    evidence: TapEvidence, rules: TapRules, measured: tuple[float, float, float], limit: Limit
+) -> tuple[list[str], bool]:
     """The limits that are broken, in words, and whether a policy set any of those that were applied."""
     (whole, worst, share), chosen = measured, rules.limits or TapLimits()
     gaps, reasons = evidence.cosine_gap, []
@@ -301,8 +327,13 @@ def _broken(evidence: TapEvidence, rules: TapRules, measured: tuple[float, float
     return reasons, rules.limits is not None
 
 
-def data_faults(*, nonfinite: tuple[int, int, int], zero_one_side: int, dtypes: tuple[str, str],
-                policy: Policy | None = None) -> tuple[str, ...]:
+def data_faults(
+    *,
+    nonfinite: tuple[int, int, int],
+    zero_one_side: int,
+    dtypes: tuple[str, str],
+    policy: Policy | None = None,
+) -> tuple[str, ...]:
     """Rules that no tolerance softens, in words: `nonfinite` counts elements of a, of b, and of both at once;
     `zero_one_side` the tokens whose whole row is zero on one side only."""
     policy, faults = policy or Policy(), []
@@ -329,17 +360,21 @@ class FirstBad:
     """Position within that request."""
 
 
-def first_bad(order: Sequence[str], values: Mapping[str, Sequence[Floats]],
-              onset: Mapping[str, float]) -> FirstBad | None:
+def first_bad(
+    order: Sequence[str], values: Mapping[str, Sequence[Floats]], onset: Mapping[str, float]
+) -> FirstBad | None:
     """The first tap of `order` (failing taps, as the model computes them) and, in it, the earliest token
     position of any request whose value leaves the tap's `onset`: the floor itself, not the limit, because the
     tap is known to be bad and a fault may grow from little. None for an empty order."""
     if not order:
         return None
     tap = order[0]
-    found = [(int(np.argmax(row > onset[tap])), index) for index, row in enumerate(values[tap])
-             if np.any(row > onset[tap])]
-    if not found:    # failed by something other than size: the worst token stands for it
+    found = [
+        (int(np.argmax(row > onset[tap])), index)
+        for index, row in enumerate(values[tap])
+        if np.any(row > onset[tap])
+    ]
+    if not found:  # failed by something other than size: the worst token stands for it
         peaks = [(float(np.max(row)), index) for index, row in enumerate(values[tap]) if row.size]
         request = max(peaks)[1]
         return FirstBad(tap, request, int(np.argmax(values[tap][request])))

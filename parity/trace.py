@@ -151,8 +151,11 @@ class Trace:
         manifest = read_manifest(folder)
         for entry in manifest.requests:
             if not _SHARD_NAME.fullmatch(entry.shard) or not (folder / entry.shard).is_file():
-                raise ParityError(f"the trace {folder}", f"no shard {entry.shard!r} for request {entry.id!r}",
-                                  "capture it again; the trace is damaged")
+                raise ParityError(
+                    f"the trace {folder}",
+                    f"no shard {entry.shard!r} for request {entry.id!r}",
+                    "capture it again; the trace is damaged",
+                )
         return cls(folder, manifest)
 
     @property
@@ -168,14 +171,19 @@ class Trace:
     def tap(self, name: str) -> TapInfo:
         """What the tap holds. Raises ParityError for an unknown name."""
         if name not in self._taps:
-            raise ParityError(f"tap {name!r} of {self.path}", f"taps {', '.join(self._taps)}", "name one of those")
+            raise ParityError(
+                f"tap {name!r} of {self.path}", f"taps {', '.join(self._taps)}", "name one of those"
+            )
         return self._taps[name]
 
     def request(self, request_id: str) -> RequestEntry:
         """The request's entry. Raises ParityError for an unknown id."""
         if request_id not in self._requests:
-            raise ParityError(f"request {request_id!r} of {self.path}", f"{len(self._requests)} other requests",
-                              "compare traces of the same prompts")
+            raise ParityError(
+                f"request {request_id!r} of {self.path}",
+                f"{len(self._requests)} other requests",
+                "compare traces of the same prompts",
+            )
         return self._requests[request_id]
 
     def tensor(self, request_id: str, tap: str) -> "torch.Tensor":
@@ -187,12 +195,17 @@ class Trace:
         try:
             tensor: torch.Tensor = self._shard(entry.shard).get_tensor(tap)
         except Exception as error:
-            raise ParityError(f"{tap} of request {request_id!r} in {self.path / entry.shard}",
-                              f"a damaged shard ({error})", "capture that trace again") from error
+            raise ParityError(
+                f"{tap} of request {request_id!r} in {self.path / entry.shard}",
+                f"a damaged shard ({error})",
+                "capture that trace again",
+            ) from error
         if tuple(tensor.shape) != (entry.rows, info.width) or str(tensor.dtype) != f"torch.{info.dtype}":
-            raise ParityError(f"{tap} of request {request_id!r} as {info.dtype} [{entry.rows}, {info.width}]",
-                              f"{tensor.dtype} {list(tensor.shape)} in {entry.shard}",
-                              "capture that trace again; shard and manifest disagree")
+            raise ParityError(
+                f"{tap} of request {request_id!r} as {info.dtype} [{entry.rows}, {info.width}]",
+                f"{tensor.dtype} {list(tensor.shape)} in {entry.shard}",
+                "capture that trace again; shard and manifest disagree",
+            )
         return tensor
 
     def _open_shard(self, shard: str) -> Any:
@@ -206,24 +219,34 @@ def read_manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
     if not file.is_file():
         if folder.with_name(folder.name + PARTIAL).is_dir():
-            raise ParityError(f"the trace {folder}", "an unfinished capture beside it",
-                              "run the same `parity capture` again; it goes on where it stopped")
+            raise ParityError(
+                f"the trace {folder}",
+                "an unfinished capture beside it",
+                "run the same `parity capture` again; it goes on where it stopped",
+            )
         found = "a folder without manifest.json" if folder.is_dir() else "no such folder"
         raise ParityError(f"the trace {folder}", found, "name a folder that `parity capture --out` wrote")
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ParityError(f"the manifest {file}", f"no readable JSON ({error})", "capture the trace again") from error
+        raise ParityError(
+            f"the manifest {file}", f"no readable JSON ({error})", "capture the trace again"
+        ) from error
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
-        raise ParityError(f"a manifest of schema {SCHEMA} in {file}", f"schema {schema!r}",
-                          "use the parity version that wrote it, or capture the trace again")
+        raise ParityError(
+            f"a manifest of schema {SCHEMA} in {file}",
+            f"schema {schema!r}",
+            "use the parity version that wrote it, or capture the trace again",
+        )
     try:
         return Manifest.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ParityError(f"the manifest {file}", f"{place}: {first['msg']}", "capture the trace again") from error
+        raise ParityError(
+            f"the manifest {file}", f"{place}: {first['msg']}", "capture the trace again"
+        ) from error
 
 
 class TraceWriter:
@@ -240,13 +263,19 @@ class TraceWriter:
         self.partial = self.out.with_name(self.out.name + PARTIAL)
         self.fingerprint = fingerprint
         if self.out.exists():
-            raise ParityError(f"a new trace at {self.out}", "something of that name there already",
-                              "choose another --out, or remove it first")
+            raise ParityError(
+                f"a new trace at {self.out}",
+                "something of that name there already",
+                "choose another --out, or remove it first",
+            )
         self.partial.mkdir(parents=True, exist_ok=True)
         mark = self.partial / "fingerprint"
         if mark.exists() and mark.read_text() != fingerprint:
-            raise ParityError(f"a new trace at {self.out}", f"an unfinished capture of other settings in {self.partial}",
-                              "repeat those settings to resume it, or remove the folder")
+            raise ParityError(
+                f"a new trace at {self.out}",
+                f"an unfinished capture of other settings in {self.partial}",
+                "repeat those settings to resume it, or remove the folder",
+            )
         if not mark.exists():
             _write_atomically(mark, fingerprint.encode())
         self.entries: dict[str, RequestEntry] = {}
@@ -269,8 +298,14 @@ class TraceWriter:
             file.unlink()
         self.partial.rmdir()
 
-    def add(self, entry: RequestEntry, tensors: Mapping[str, "torch.Tensor"], *, proof: BackendProof | None = None,
-            position: int | None = None) -> None:
+    def add(
+        self,
+        entry: RequestEntry,
+        tensors: Mapping[str, "torch.Tensor"],
+        *,
+        proof: BackendProof | None = None,
+        position: int | None = None,
+    ) -> None:
         """Write one request's taps ([tokens, width] each), its entry, and the proof of who computed it.
 
         `position` is the request's place in canonical order; it names the shard, so that several
@@ -280,11 +315,15 @@ class TraceWriter:
 
         rows = {int(tensor.shape[0]) for tensor in tensors.values()}
         if rows != {len(entry.token_ids)}:
-            raise ValueError(f"request {entry.id!r} has {len(entry.token_ids)} tokens, its taps {sorted(rows)} rows")
+            raise ValueError(
+                f"request {entry.id!r} has {len(entry.token_ids)} tokens, its taps {sorted(rows)} rows"
+            )
         shard = f"request-{len(self.entries) if position is None else position:06d}.safetensors"
         entry = entry.model_copy(update={"shard": shard, "rows": len(entry.token_ids)})
         temporary = self.partial / (shard + ".writing")
-        metadata = {"request": entry.model_dump_json()} | ({"proof": proof.model_dump_json()} if proof else {})
+        metadata = {"request": entry.model_dump_json()} | (
+            {"proof": proof.model_dump_json()} if proof else {}
+        )
         save_file(_unshared(tensors), temporary, metadata=metadata)
         os.replace(temporary, self.partial / shard)
         self.entries[entry.id] = entry
@@ -299,11 +338,19 @@ class TraceWriter:
         self.refresh()
         missing = [entry.id for entry in manifest.requests if entry.id not in self.entries]
         if missing:
-            raise ParityError(f"the trace {self.out}", f"{len(missing)} requests without tensors, first {missing[0]!r}",
-                              "run the same capture again to complete it")
-        manifest = manifest.model_copy(update={
-            "requests": tuple(self.entries[entry.id] for entry in manifest.requests),
-            "backend": merge_proofs([manifest.backend, *self._proofs]) if self._proofs else manifest.backend})
+            raise ParityError(
+                f"the trace {self.out}",
+                f"{len(missing)} requests without tensors, first {missing[0]!r}",
+                "run the same capture again to complete it",
+            )
+        manifest = manifest.model_copy(
+            update={
+                "requests": tuple(self.entries[entry.id] for entry in manifest.requests),
+                "backend": merge_proofs([manifest.backend, *self._proofs])
+                if self._proofs
+                else manifest.backend,
+            }
+        )
         for file in self.partial.glob("*.writing"):
             file.unlink()
         (self.partial / "fingerprint").unlink(missing_ok=True)
@@ -335,9 +382,18 @@ def merge_proofs(proofs: Sequence[BackendProof]) -> BackendProof:
     for proof in proofs:
         for call in proof.calls:
             counts[call.layer, call.operator, call.implementation, call.callee] += call.calls
-    calls = tuple(CallProof.model_validate({"layer": layer, "operator": operator, "implementation": implementation,
-                                            "callee": callee, "calls": count})
-                  for (layer, operator, implementation, callee), count in sorted(counts.items()))
+    calls = tuple(
+        CallProof.model_validate(
+            {
+                "layer": layer,
+                "operator": operator,
+                "implementation": implementation,
+                "callee": callee,
+                "calls": count,
+            }
+        )
+        for (layer, operator, implementation, callee), count in sorted(counts.items())
+    )
     problems = tuple(dict.fromkeys(problem for proof in proofs for problem in proof.problems))
     return BackendProof(requested=proofs[0].requested, calls=calls, valid=not problems, problems=problems)
 

@@ -57,8 +57,13 @@ class Server:
     def run(self, job: dict[str, Any], progress: Callable[..., None]) -> dict[str, Any]:
         """Do one job; `job["do"]` names the method."""
         jobs: dict[str, Callable[..., dict[str, Any]]] = {
-            "tokenize": self.tokenize, "capture": self.capture, "replay": self.replay, "wrap": self.wrap,
-            "self_test": self.self_test, "describe": self.describe}
+            "tokenize": self.tokenize,
+            "capture": self.capture,
+            "replay": self.replay,
+            "wrap": self.wrap,
+            "self_test": self.self_test,
+            "describe": self.describe,
+        }
         return jobs[job.pop("do")](progress=progress, **job)
 
     def target(self, spec: dict[str, Any]) -> Any:
@@ -76,31 +81,71 @@ class Server:
         from parity.model.target import tap_infos
 
         target = self.target(spec)
-        return {"layer_types": target.layer_types, "kept_float32": target.kept_float32, "unchecked": target.unchecked,
-                "parameters": sum(parameter.numel() for parameter in target.model.parameters()),
-                "class": type(target.model).__name__, "dtype": target.dtype,
-                "taps": list(tap_infos(target))}
+        return {
+            "layer_types": target.layer_types,
+            "kept_float32": target.kept_float32,
+            "unchecked": target.unchecked,
+            "parameters": sum(parameter.numel() for parameter in target.model.parameters()),
+            "class": type(target.model).__name__,
+            "dtype": target.dtype,
+            "taps": list(tap_infos(target)),
+        }
 
-    def tokenize(self, *, model: str, revision: str | None, prompts: list[dict[str, Any]], max_tokens: int | None,
-                 progress: Callable[..., None]) -> dict[str, Any]:
+    def tokenize(
+        self,
+        *,
+        model: str,
+        revision: str | None,
+        prompts: list[dict[str, Any]],
+        max_tokens: int | None,
+        progress: Callable[..., None],
+    ) -> dict[str, Any]:
         """Token ids of prompts, by the model's own tokenizer and chat template."""
         from parity.model.tokens import entries
 
         return {"requests": [entry.model_dump() for entry in entries(model, revision, prompts, max_tokens)]}
 
-    def capture(self, *, spec: dict[str, Any], requests: list[dict[str, Any]], out: str, fingerprint: str,
-                progress: Callable[..., None], taps: list[str] | None = None, mode: str = "prefill",
-                local_from: str | None = None, rows: int = 1, operators: str | None = None, golden: bool = False,
-                rank: int = 0, world: int = 1) -> dict[str, Any]:
+    def capture(
+        self,
+        *,
+        spec: dict[str, Any],
+        requests: list[dict[str, Any]],
+        out: str,
+        fingerprint: str,
+        progress: Callable[..., None],
+        taps: list[str] | None = None,
+        mode: str = "prefill",
+        local_from: str | None = None,
+        rows: int = 1,
+        operators: str | None = None,
+        golden: bool = False,
+        rank: int = 0,
+        world: int = 1,
+    ) -> dict[str, Any]:
         """Write one trace. Only this rank's share of the requests; rank 0 finishes it."""
         from parity.model.capturing import capture
 
         target = self.target(spec)
-        return capture(target, requests, Path(out), backend=self._backend(golden), fingerprint=fingerprint, taps=taps,
-                       mode=mode, local_from=local_from, rows=rows, operators=Path(operators) if operators else None,
-                       rank=rank, world=world, problems=self.problems, progress=progress)
+        return capture(
+            target,
+            requests,
+            Path(out),
+            backend=self._backend(golden),
+            fingerprint=fingerprint,
+            taps=taps,
+            mode=mode,
+            local_from=local_from,
+            rows=rows,
+            operators=Path(operators) if operators else None,
+            rank=rank,
+            world=world,
+            problems=self.problems,
+            progress=progress,
+        )
 
-    def replay(self, *, calls: str, out: str, progress: Callable[..., None], golden: bool = False) -> dict[str, Any]:
+    def replay(
+        self, *, calls: str, out: str, progress: Callable[..., None], golden: bool = False
+    ) -> dict[str, Any]:
         """Run recorded operator calls on this worker's backend."""
         from parity.model.operators import replay
 

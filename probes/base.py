@@ -65,7 +65,9 @@ class Evidence:
             if self.why_not(*pair) is None:
                 comparison = compare_traces(self.traces[pair[0]], self.traces[pair[1]])
                 errors = {tap.tap: tap.token_errors for tap in comparison.taps}
-                floors.append(Floor.measured(kind, errors, str(self.traces[pair[0]].manifest.environment.get("cpu"))))
+                floors.append(
+                    Floor.measured(kind, errors, str(self.traces[pair[0]].manifest.environment.get("cpu")))
+                )
         if not floors:
             return None
         result = floors[0]
@@ -93,8 +95,11 @@ class TraceProbe(Protocol):
 
 def skipped(name: str, because: str, next_step: str) -> Answer:
     """The answer of a probe that could not ask."""
-    return Answer(findings=(Finding(name=name, outcome="skipped", sentence=f"not compared: {because}",
-                                    next_step=next_step),))
+    return Answer(
+        findings=(
+            Finding(name=name, outcome="skipped", sentence=f"not compared: {because}", next_step=next_step),
+        )
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,16 +111,32 @@ class PairAnswer:
     tables: tuple[Table, ...]
 
 
-def compare_pair(evidence: Evidence, name: str, a: str, b: str, *, golden: str | None = None,
-                 floor: Floor | None = None, taps: Sequence[str] | None = None) -> PairAnswer:
+def compare_pair(
+    evidence: Evidence,
+    name: str,
+    a: str,
+    b: str,
+    *,
+    golden: str | None = None,
+    floor: Floor | None = None,
+    taps: Sequence[str] | None = None,
+) -> PairAnswer:
     """Compare two traces of the evidence; tables other than the profile are kept as detail."""
     from dataclasses import replace
 
-    comparison = compare_traces(evidence.traces[a], evidence.traces[b], floor=floor, taps=taps,
-                                golden=evidence.traces[golden] if golden else None)
+    comparison = compare_traces(
+        evidence.traces[a],
+        evidence.traces[b],
+        floor=floor,
+        taps=taps,
+        golden=evidence.traces[golden] if golden else None,
+    )
     tables, findings = tables_and_findings(comparison, name=name)
-    return PairAnswer(comparison=comparison, findings=findings,
-                      tables=tuple(replace(table, detail=True) for table in tables))
+    return PairAnswer(
+        comparison=comparison,
+        findings=findings,
+        tables=tuple(replace(table, detail=True) for table in tables),
+    )
 
 
 def worst(findings: Sequence[Finding]) -> Outcome:

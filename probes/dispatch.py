@@ -21,44 +21,93 @@ class Dispatch:
 
     def _proofs(self, evidence: Evidence) -> Finding:
         if not evidence.linear:
-            return Finding(name="dispatch", outcome="skipped", sentence="not asked: no linear-attention layer in this model, "
-                           "so there is no kernel to choose", next_step="nothing; this target runs on one backend")
-        wrong = {name: trace.manifest.backend.problems for name, trace in evidence.traces.items()
-                 if not trace.manifest.backend.valid}
+            return Finding(
+                name="dispatch",
+                outcome="skipped",
+                sentence="not asked: no linear-attention layer in this model, "
+                "so there is no kernel to choose",
+                next_step="nothing; this target runs on one backend",
+            )
+        wrong = {
+            name: trace.manifest.backend.problems
+            for name, trace in evidence.traces.items()
+            if not trace.manifest.backend.valid
+        }
         if wrong:
             name, problems = next(iter(wrong.items()))
-            return Finding(name="dispatch", outcome="fail", fault="dispatch", tables=("dispatch",),
-                           sentence=f"{len(wrong)} captures did not run what was asked for; {name}: {problems[0]}",
-                           evidence=tuple((name, "; ".join(problems[:4])) for name, problems in wrong.items()),
-                           next_step="run `parity env` to see which backends run here; no other number of these "
-                                     "captures counts")
-        ran = sorted({call.implementation for trace in evidence.traces.values() for call in trace.manifest.backend.calls})
-        return Finding(name="dispatch", outcome="pass", tables=("dispatch",),
-                       sentence=f"every call on all {len(evidence.linear)} linear layers reached what was asked for, in "
-                                f"{len(evidence.traces)} captures: {', '.join(ran)}",
-                       evidence=evidence_of(linear_layers=len(evidence.linear), captures=len(evidence.traces)))
+            return Finding(
+                name="dispatch",
+                outcome="fail",
+                fault="dispatch",
+                tables=("dispatch",),
+                sentence=f"{len(wrong)} captures did not run what was asked for; {name}: {problems[0]}",
+                evidence=tuple((name, "; ".join(problems[:4])) for name, problems in wrong.items()),
+                next_step="run `parity env` to see which backends run here; no other number of these "
+                "captures counts",
+            )
+        ran = sorted(
+            {
+                call.implementation
+                for trace in evidence.traces.values()
+                for call in trace.manifest.backend.calls
+            }
+        )
+        return Finding(
+            name="dispatch",
+            outcome="pass",
+            tables=("dispatch",),
+            sentence=f"every call on all {len(evidence.linear)} linear layers reached what was asked for, in "
+            f"{len(evidence.traces)} captures: {', '.join(ran)}",
+            evidence=evidence_of(linear_layers=len(evidence.linear), captures=len(evidence.traces)),
+        )
 
     def _crashes(self, evidence: Evidence) -> list[Finding]:
-        return [Finding(name=f"dispatch.crash.{worker}", outcome="fail", fault="crash",
-                        sentence=f"the {worker} worker {happened}", evidence=(("standard error", tail),),
-                        next_step="read the last lines of its standard error, and try `parity capture` with that backend alone")
-                for worker, (happened, tail) in evidence.crashes.items()]
+        return [
+            Finding(
+                name=f"dispatch.crash.{worker}",
+                outcome="fail",
+                fault="crash",
+                sentence=f"the {worker} worker {happened}",
+                evidence=(("standard error", tail),),
+                next_step="read the last lines of its standard error, and try `parity capture` with that backend alone",
+            )
+            for worker, (happened, tail) in evidence.crashes.items()
+        ]
 
     def _self_test(self, evidence: Evidence) -> list[Finding]:
         if not evidence.self_tests:
             return []
-        return [Finding(name="dispatch.interpreter", outcome="pass",
-                        sentence="the interpreter passed its self-test against an fp64 recurrence: "
-                                 + ", ".join(f"{dtype} {error:.1e} of at most {limit:.1e}"
-                                             for dtype, (error, limit) in evidence.self_tests.items()),
-                        evidence=tuple((dtype, error) for dtype, (error, _) in evidence.self_tests.items()))]
+        return [
+            Finding(
+                name="dispatch.interpreter",
+                outcome="pass",
+                sentence="the interpreter passed its self-test against an fp64 recurrence: "
+                + ", ".join(
+                    f"{dtype} {error:.1e} of at most {limit:.1e}"
+                    for dtype, (error, limit) in evidence.self_tests.items()
+                ),
+                evidence=tuple((dtype, error) for dtype, (error, _) in evidence.self_tests.items()),
+            )
+        ]
 
     def _table(self, evidence: Evidence) -> Table:
         rows: list[tuple[Value, ...]] = []
         for name, trace in evidence.traces.items():
             for call in trace.manifest.backend.calls:
                 rows.append((name, call.layer, call.operator, call.implementation, call.callee, call.calls))
-        return Table(name="dispatch", title="Who computed each operator", detail=True, rows=tuple(rows), columns=(
-            *text_columns(("capture", "capture")), Column(key="layer", title="layer", kind="int"),
-            *text_columns(("operator", "operator"), ("implementation", "implementation"), ("callee", "function reached")),
-            Column(key="calls", title="calls", kind="int")))
+        return Table(
+            name="dispatch",
+            title="Who computed each operator",
+            detail=True,
+            rows=tuple(rows),
+            columns=(
+                *text_columns(("capture", "capture")),
+                Column(key="layer", title="layer", kind="int"),
+                *text_columns(
+                    ("operator", "operator"),
+                    ("implementation", "implementation"),
+                    ("callee", "function reached"),
+                ),
+                Column(key="calls", title="calls", kind="int"),
+            ),
+        )

@@ -15,14 +15,19 @@ class MeasuredFloor:
 
     def run(self, evidence: Evidence) -> Answer:
         """One finding for each dtype, and the measured sizes as a table."""
-        findings, rows = [], []
+        findings: list[Finding] = []
+        rows: list[tuple[Value, ...]] = []
         for dtype in ("fp32", "bf16"):
             why = evidence.why_not(f"torch.{dtype}.rerun", f"torch.{dtype}.batch", f"torch.{dtype}")
             if why:
                 findings += skipped(f"floor.{dtype}", why, "capture a rerun and a larger batch").findings
                 continue
-            pairs = {kind: compare_pair(evidence, f"floor.{dtype}.{kind}", f"torch.{dtype}.{kind}", f"torch.{dtype}")
-                     for kind in ("rerun", "batch")}
+            pairs = {
+                kind: compare_pair(
+                    evidence, f"floor.{dtype}.{kind}", f"torch.{dtype}.{kind}", f"torch.{dtype}"
+                )
+                for kind in ("rerun", "batch")
+            }
             findings.append(self._finding(dtype, {kind: pair.comparison for kind, pair in pairs.items()}))
             for kind, pair in pairs.items():
                 rows += [(dtype, kind, tap.tap, tap.error_rms, tap.error_max) for tap in pair.comparison.taps]
@@ -33,14 +38,34 @@ class MeasuredFloor:
         bad = [kind for kind, c in comparisons.items() if c.outcome != "pass"]
         evidence = tuple((f"{kind}, worst token", size) for kind, size in sizes.items())
         if bad:
-            return Finding(name=f"floor.{dtype}", outcome="fail", fault="not-reproducible", evidence=evidence,
-                           sentence=f"{' and '.join(bad)} on torch changes more than rounding explains in {dtype}",
-                           next_step="make the run reproducible first; `parity env` lists the variables that matter")
-        return Finding(name=f"floor.{dtype}", outcome="pass", evidence=evidence, tables=("floor",),
-                       sentence=f"{dtype} on torch: a rerun changes {sizes['rerun']:.1e} and a batch of four {sizes['batch']:.1e} "
-                                "at the worst token; other differences are judged by these, or by rounding where it is larger")
+            return Finding(
+                name=f"floor.{dtype}",
+                outcome="fail",
+                fault="not-reproducible",
+                evidence=evidence,
+                sentence=f"{' and '.join(bad)} on torch changes more than rounding explains in {dtype}",
+                next_step="make the run reproducible first; `parity env` lists the variables that matter",
+            )
+        return Finding(
+            name=f"floor.{dtype}",
+            outcome="pass",
+            evidence=evidence,
+            tables=("floor",),
+            sentence=f"{dtype} on torch: a rerun changes {sizes['rerun']:.1e} and a batch of four {sizes['batch']:.1e} "
+            "at the worst token; other differences are judged by these, or by rounding where it is larger",
+        )
 
     def _table(self, rows: list[tuple[Value, ...]]) -> Table:
-        return Table(name="floor", title="What changes nothing: rerun and batch size", detail=True, rows=tuple(rows), columns=(
-            Column(key="dtype", title="dtype"), Column(key="kind", title="changed"), Column(key="tap", title="tap"),
-            Column(key="rms", title="token rms", kind="float"), Column(key="worst", title="worst token", kind="float")))
+        return Table(
+            name="floor",
+            title="What changes nothing: rerun and batch size",
+            detail=True,
+            rows=tuple(rows),
+            columns=(
+                Column(key="dtype", title="dtype"),
+                Column(key="kind", title="changed"),
+                Column(key="tap", title="tap"),
+                Column(key="rms", title="token rms", kind="float"),
+                Column(key="worst", title="worst token", kind="float"),
+            ),
+        )

@@ -23,19 +23,30 @@ class Kernels:
     def run(self, evidence: Evidence) -> Answer:
         """Findings of the gates in both dtypes, of the local errors, and the per-layer tables."""
         if not evidence.linear:
-            return skipped("kernels", "no linear-attention layer in this model: every backend runs the same code",
-                           "nothing; name a model with linear-attention layers to compare kernels")
+            return skipped(
+                "kernels",
+                "no linear-attention layer in this model: every backend runs the same code",
+                "nothing; name a model with linear-attention layers to compare kernels",
+            )
         answers = [self._one(evidence, dtype) for dtype in ("fp32", "bf16")]
-        return Answer(findings=tuple(finding for answer in answers for finding in answer.findings),
-                      tables=tuple(table for answer in answers for table in answer.tables))
+        return Answer(
+            findings=tuple(finding for answer in answers for finding in answer.findings),
+            tables=tuple(table for answer in answers for table in answer.tables),
+        )
 
     def _one(self, evidence: Evidence, dtype: str) -> Answer:
         name = f"kernels.{dtype}"
         why = evidence.why_not(f"other.{dtype}", f"torch.{dtype}")
         if why:
-            return skipped(name, why, "run where that backend is available; `parity env` lists what runs here")
+            return skipped(
+                name, why, "run where that backend is available; `parity env` lists what runs here"
+            )
         floor = evidence.floor(dtype)
-        golden = "golden" if "golden" in evidence.traces and evidence.traces["golden"].manifest.backend.valid else None
+        golden = (
+            "golden"
+            if "golden" in evidence.traces and evidence.traces["golden"].manifest.backend.valid
+            else None
+        )
         whole = compare_pair(evidence, name, f"other.{dtype}", f"torch.{dtype}", golden=golden, floor=floor)
         findings, tables = [f for f in whole.findings if _worth_telling(f)], list(whole.tables)
         local = None
@@ -44,8 +55,10 @@ class Kernels:
             findings += skipped(f"{name}.local", why, "capture with --local-from").findings
         else:
             local = compare_pair(evidence, f"{name}.local", f"other.{dtype}.local", f"torch.{dtype}")
-            findings += [self._local(evidence, dtype, local.comparison),
-                         *(f for f in local.findings if _worth_telling(f))]
+            findings += [
+                self._local(evidence, dtype, local.comparison),
+                *(f for f in local.findings if _worth_telling(f)),
+            ]
         summary = layer_table(evidence, dtype, whole.comparison, local.comparison if local else None, golden)
         return Answer(findings=tuple(findings), tables=(summary, depth_table(dtype, summary), *tables))
 
@@ -55,21 +68,44 @@ class Kernels:
         full = {i: tap.relative_l2 for i, tap in by_layer.items() if i not in evidence.linear}
         linear = {i: tap.relative_l2 for i, tap in by_layer.items() if i in evidence.linear}
         name = f"kernels.{dtype}.layers"
-        shown = evidence_of(smallest_linear=min(linear.values()), largest_linear=max(linear.values()),
-                            largest_full=max(full.values(), default=0.0))
+        shown = evidence_of(
+            smallest_linear=min(linear.values()),
+            largest_linear=max(linear.values()),
+            largest_full=max(full.values(), default=0.0),
+        )
         moved = [i for i, size in full.items() if size != 0]
         if moved:
-            return Finding(name=name, outcome="fail", fault="full-attention-differs", evidence=shown, tables=(f"layers.{dtype}",),
-                           sentence=f"full-attention layers {moved} differ locally, though both sides run the same code on the same input",
-                           next_step="look for another difference between the two processes: attention implementation, threads, device")
+            return Finding(
+                name=name,
+                outcome="fail",
+                fault="full-attention-differs",
+                evidence=shown,
+                tables=(f"layers.{dtype}",),
+                sentence=f"full-attention layers {moved} differ locally, though both sides run the same code "
+                "on the same input",
+                next_step="look for another difference between the two processes: attention implementation, "
+                "threads, device",
+            )
         same = [i for i, size in linear.items() if size == 0]
         if same:
-            return Finding(name=name, outcome="fail", fault="dispatch", evidence=shown, tables=(f"layers.{dtype}",),
-                           sentence=f"linear layers {same} agree to the last bit, as no two kernels do",
-                           next_step="see the dispatch table: the same kernel may have run on both sides")
-        return Finding(name=name, outcome="pass", evidence=shown, tables=(f"layers.{dtype}",),
-                       sentence=f"fed the same input, each linear layer adds {min(linear.values()):.1e} to {max(linear.values()):.1e} and "
-                                f"{'each full-attention layer exactly 0' if full else 'there is no full-attention layer'}")
+            return Finding(
+                name=name,
+                outcome="fail",
+                fault="dispatch",
+                evidence=shown,
+                tables=(f"layers.{dtype}",),
+                sentence=f"linear layers {same} agree to the last bit, as no two kernels do",
+                next_step="see the dispatch table: the same kernel may have run on both sides",
+            )
+        return Finding(
+            name=name,
+            outcome="pass",
+            evidence=shown,
+            tables=(f"layers.{dtype}",),
+            sentence=f"fed the same input, each linear layer adds {min(linear.values()):.1e} to "
+            f"{max(linear.values()):.1e} and "
+            f"{'each full-attention layer exactly 0' if full else 'there is no full-attention layer'}",
+        )
 
 
 def _worth_telling(finding: Finding) -> bool:
@@ -77,7 +113,9 @@ def _worth_telling(finding: Finding) -> bool:
     return finding.outcome != "pass" or finding.name.endswith((".gate", ".controls"))
 
 
-def layer_table(evidence: Evidence, dtype: str, whole: Comparison, local: Comparison | None, golden: str | None) -> Table:
+def layer_table(
+    evidence: Evidence, dtype: str, whole: Comparison, local: Comparison | None, golden: str | None
+) -> Table:
     """One row a decoder layer: the table a reader looks at first."""
     own: Mapping[str, float] = {tap.tap: tap.relative_l2 for tap in local.taps} if local else {}
     taps = {tap.tap: tap for tap in whole.taps}
@@ -86,28 +124,64 @@ def layer_table(evidence: Evidence, dtype: str, whole: Comparison, local: Compar
         tap = f"layer.{index}.out"
         if tap not in taps:
             continue
-        to_golden = [relative_l2(evidence.traces[f"{side}.{dtype}"], evidence.traces[golden], tap) if golden else None
-                     for side in ("torch", "other")]
-        rows.append((index, str(kind).removesuffix("_attention"), own.get(tap), taps[tap].relative_l2, *to_golden,
-                     taps[tap].cosine_min))
-    return Table(name=f"layers.{dtype}", title=f"{evidence.other} against torch, {DTYPES[dtype]}, per layer", columns=(
-        Column(key="layer", title="layer", kind="int"), Column(key="type", title="type"),
-        Column(key="local", title="local", kind="float"),
-        Column(key="inherited", title="inherited", kind="float"),
-        Column(key="torch_golden", title="torch-fp64", kind="float"),
-        Column(key="other_golden", title="other-fp64", kind="float"),
-        Column(key="cosine_min", title="min cos", kind="float")), rows=tuple(rows),
+        to_golden = [
+            relative_l2(evidence.traces[f"{side}.{dtype}"], evidence.traces[golden], tap) if golden else None
+            for side in ("torch", "other")
+        ]
+        rows.append(
+            (
+                index,
+                str(kind).removesuffix("_attention"),
+                own.get(tap),
+                taps[tap].relative_l2,
+                *to_golden,
+                taps[tap].cosine_min,
+            )
+        )
+    return Table(
+        name=f"layers.{dtype}",
+        title=f"{evidence.other} against torch, {DTYPES[dtype]}, per layer",
+        columns=(
+            Column(key="layer", title="layer", kind="int"),
+            Column(key="type", title="type"),
+            Column(key="local", title="local", kind="float"),
+            Column(key="inherited", title="inherited", kind="float"),
+            Column(key="torch_golden", title="torch-fp64", kind="float"),
+            Column(key="other_golden", title="other-fp64", kind="float"),
+            Column(key="cosine_min", title="min cos", kind="float"),
+        ),
+        rows=tuple(rows),
         caption="Relative L2 of each layer's output. local: each layer is fed torch's input. inherited: whole passes. "
-                f"torch-fp64, other-fp64: distance of torch and of {evidence.other} from a true fp64 pass. min cos: lowest "
-                "cosine over tokens, whole passes.")
+        f"torch-fp64, other-fp64: distance of torch and of {evidence.other} from a true fp64 pass. min cos: lowest "
+        "cosine over tokens, whole passes.",
+    )
 
 
 def depth_table(dtype: str, summary: Table) -> Table:
     """The same numbers in long form, for the profile over depth."""
     keys = {"local": 2, "inherited": 3, "torch to fp64": 4, "other to fp64": 5}
-    rows = tuple((row[0], series, row[at]) for series, at in keys.items() for row in summary.rows if row[at] is not None)
-    return Table(name=f"depth.{dtype}", title=f"Error over depth, {DTYPES[dtype]}", detail=True, rows=rows, columns=(
-        Column(key="layer", title="layer", kind="int"), Column(key="series", title="error"),
-        Column(key="error", title="relative L2", kind="float")),
-        chart=Chart(kind="profile", x="layer", y="error", series="series", log=True,
-                    caption="Local error blames a layer only for what it adds; inherited error is what reaches the drafter."))
+    rows = tuple(
+        (row[0], series, row[at])
+        for series, at in keys.items()
+        for row in summary.rows
+        if row[at] is not None
+    )
+    return Table(
+        name=f"depth.{dtype}",
+        title=f"Error over depth, {DTYPES[dtype]}",
+        detail=True,
+        rows=rows,
+        columns=(
+            Column(key="layer", title="layer", kind="int"),
+            Column(key="series", title="error"),
+            Column(key="error", title="relative L2", kind="float"),
+        ),
+        chart=Chart(
+            kind="profile",
+            x="layer",
+            y="error",
+            series="series",
+            log=True,
+            caption="Local error blames a layer only for what it adds; inherited error is what reaches the drafter.",
+        ),
+    )

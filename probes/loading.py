@@ -9,8 +9,11 @@ Faults: `loader`, `rounded-parameters`.
 from parity.probes.base import Answer, Evidence, compare_pair, evidence_of
 from parity.reports.record import Finding
 
-LOADERS = {"loading.AutoModel": "AutoModel", "loading.wrapper": "a vision-language wrapper of the same text weights",
-           "loading.wrapped-text": "the text model read out of that wrapper"}
+LOADERS = {
+    "loading.AutoModel": "AutoModel",
+    "loading.wrapper": "a vision-language wrapper of the same text weights",
+    "loading.wrapped-text": "the text model read out of that wrapper",
+}
 
 
 class Loading:
@@ -20,35 +23,61 @@ class Loading:
 
     def run(self, evidence: Evidence) -> Answer:
         """A finding for each way of loading, one for the weights, one for the rounding."""
-        findings = [self._weights(evidence), *(self._loader(evidence, name) for name in LOADERS), *self._rounded(evidence)]
+        findings = [
+            self._weights(evidence),
+            *(self._loader(evidence, name) for name in LOADERS),
+            *self._rounded(evidence),
+        ]
         return Answer(findings=tuple(findings))
 
     def _weights(self, evidence: Evidence) -> Finding:
         unchecked = str(evidence.target["unchecked"])
         if unchecked:
-            return Finding(name="loading.weights", outcome="warn", next_step="none needed where this is expected",
-                           sentence=f"loaded without missing parameters; not all were compared with the file: {unchecked}")
-        return Finding(name="loading.weights", outcome="pass", evidence=evidence_of(parameters=evidence.target["parameters"]),
-                       sentence="no parameter was missing or random: each was compared with the checkpoint's")
+            return Finding(
+                name="loading.weights",
+                outcome="warn",
+                next_step="none needed where this is expected",
+                sentence=f"loaded without missing parameters; not all were compared with the file: {unchecked}",
+            )
+        return Finding(
+            name="loading.weights",
+            outcome="pass",
+            evidence=evidence_of(parameters=evidence.target["parameters"]),
+            sentence="no parameter was missing or random: each was compared with the checkpoint's",
+        )
 
     def _loader(self, evidence: Evidence, name: str) -> Finding:
         why = evidence.why_not(name, "torch.fp32")
         if why:
-            return Finding(name=name, outcome="skipped", sentence=f"not compared: {why}",
-                           next_step="nothing, unless your trainer loads the target this way")
+            return Finding(
+                name=name,
+                outcome="skipped",
+                sentence=f"not compared: {why}",
+                next_step="nothing, unless your trainer loads the target this way",
+            )
         taps = [tap for tap in evidence.traces[name].taps if tap in evidence.traces["torch.fp32"].taps]
         comparison = compare_pair(evidence, name, name, "torch.fp32", taps=taps).comparison
         differing = [tap.tap for tap in comparison.taps if tap.error_max > 0]
         loader = evidence.traces["torch.fp32"].manifest.loader
         if not differing and comparison.outcome == "pass":
-            return Finding(name=name, outcome="pass", evidence=evidence_of(taps=len(taps), tokens=comparison.tokens),
-                           sentence=f"{LOADERS[name]} gives the same states as {loader}, bit for bit, at all {len(taps)} taps")
+            return Finding(
+                name=name,
+                outcome="pass",
+                evidence=evidence_of(taps=len(taps), tokens=comparison.tokens),
+                sentence=f"{LOADERS[name]} gives the same states as {loader}, bit for bit, at all {len(taps)} taps",
+            )
         first = differing[0] if differing else "the structure"
-        return Finding(name=name, outcome="fail" if comparison.outcome != "pass" else "warn", fault="loader",
-                       sentence=f"{LOADERS[name]} gives other states than {loader}, first at {first}",
-                       evidence=evidence_of(taps_that_differ=len(differing),
-                                            largest_relative_error=max(tap.error_max for tap in comparison.taps)),
-                       next_step=f"load the target with {loader} everywhere, or find out which parameters differ")
+        return Finding(
+            name=name,
+            outcome="fail" if comparison.outcome != "pass" else "warn",
+            fault="loader",
+            sentence=f"{LOADERS[name]} gives other states than {loader}, first at {first}",
+            evidence=evidence_of(
+                taps_that_differ=len(differing),
+                largest_relative_error=max(tap.error_max for tap in comparison.taps),
+            ),
+            next_step=f"load the target with {loader} everywhere, or find out which parameters differ",
+        )
 
     def _rounded(self, evidence: Evidence) -> list[Finding]:
         kept = evidence.target["kept_float32"]
@@ -57,7 +86,17 @@ class Loading:
             return []
         comparison = compare_pair(evidence, "loading.rounded", "loading.rounded", "torch.fp32").comparison
         last = comparison.taps[-1]
-        return [Finding(name="loading.rounded", outcome="pass", evidence=evidence_of(
-            parameters=len(kept), error_at_the_end=last.relative_l2, lowest_cosine=min(t.cosine_min for t in comparison.taps)),
-            sentence=f"{len(kept)} parameters are stored in float32 (such as {kept[0]}) and were kept so, as engines do; a plain "
-                     f"from_pretrained(dtype=bfloat16) rounds them, which moves {last.tap} by {last.relative_l2:.1e}")]
+        return [
+            Finding(
+                name="loading.rounded",
+                outcome="pass",
+                evidence=evidence_of(
+                    parameters=len(kept),
+                    error_at_the_end=last.relative_l2,
+                    lowest_cosine=min(t.cosine_min for t in comparison.taps),
+                ),
+                sentence=f"{len(kept)} parameters are stored in float32 (such as {kept[0]}) and were kept so, as "
+                f"engines do; a plain from_pretrained(dtype=bfloat16) rounds them, which moves {last.tap} by "
+                f"{last.relative_l2:.1e}",
+            )
+        ]

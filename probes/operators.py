@@ -29,12 +29,17 @@ class Operators:
     def run(self, evidence: Evidence) -> Answer:
         """A finding for each operator, dtype and backend; a table of all layers."""
         if not evidence.linear:
-            return skipped("operators", "no linear-attention layer in this model", "nothing; there is no such operator")
-        findings, rows = [], []
+            return skipped(
+                "operators", "no linear-attention layer in this model", "nothing; there is no such operator"
+            )
+        findings: list[Finding] = []
+        rows: list[tuple[Value, ...]] = []
         for dtype in ("fp32", "bf16"):
             if f"torch.{dtype}" not in evidence.operators or f"golden.{dtype}" not in evidence.operators:
                 why = evidence.absent.get(f"torch.{dtype}", "no calls were recorded")
-                findings += skipped(f"operators.{dtype}", why, "capture with operator calls recorded").findings
+                findings += skipped(
+                    f"operators.{dtype}", why, "capture with operator calls recorded"
+                ).findings
                 continue
             golden = _by_place(evidence, f"golden.{dtype}")
             for name in ("torch", "other"):
@@ -44,34 +49,69 @@ class Operators:
                 errors, foreign = _errors(_by_place(evidence, source), golden)
                 backend = "torch" if name == "torch" else evidence.other
                 findings.append(self._finding(dtype, backend, errors, foreign))
-                rows += [(dtype, layer, operator, backend, error, limit) for (layer, operator), (error, limit) in errors.items()]
+                rows += [
+                    (dtype, layer, operator, backend, error, limit)
+                    for (layer, operator), (error, limit) in errors.items()
+                ]
         return Answer(findings=tuple(findings), tables=(self._table(rows),))
 
-    def _finding(self, dtype: str, backend: str, errors: Mapping[tuple[int, str], tuple[float, float]],
-                 foreign: int) -> Finding:
+    def _finding(
+        self, dtype: str, backend: str, errors: Mapping[tuple[int, str], tuple[float, float]], foreign: int
+    ) -> Finding:
         name = f"operators.{dtype}.{backend}"
         if not errors:
-            return Finding(name=name, outcome="skipped", sentence=f"not compared: none of {foreign} calls had inputs that were "
-                           "recorded on torch", next_step="capture both with the same prompts")
+            return Finding(
+                name=name,
+                outcome="skipped",
+                sentence=f"not compared: none of {foreign} calls had inputs that were recorded on torch",
+                next_step="capture both with the same prompts",
+            )
         worst = max(errors, key=lambda place: errors[place][0] / errors[place][1])
         error, limit = errors[worst]
-        shown = evidence_of(calls=len(errors), worst_layer=worst[0], operator=worst[1], error=error, limit=limit,
-                            calls_with_other_inputs=foreign)
+        shown = evidence_of(
+            calls=len(errors),
+            worst_layer=worst[0],
+            operator=worst[1],
+            error=error,
+            limit=limit,
+            calls_with_other_inputs=foreign,
+        )
         if error > limit or foreign:
-            return Finding(name=name, outcome="fail", fault="operator", evidence=shown, tables=("operators",),
-                           sentence=f"{backend} in {dtype}: {worst[1]} of layer {worst[0]} is {error:.2e} from the fp64 recurrence on "
-                                    f"the same inputs, limit {limit:.1e}" + (f"; {foreign} calls had other inputs" if foreign else ""),
-                           next_step="the operator itself is at fault on this machine: try another version of its package")
-        return Finding(name=name, outcome="pass", evidence=shown, tables=("operators",),
-                       sentence=f"{backend} in {dtype}: all {len(errors)} operator calls agree with fp64 recurrences on the same inputs; "
-                                f"the worst is {worst[1]} of layer {worst[0]}, {error:.1e} of at most {limit:.1e}")
+            return Finding(
+                name=name,
+                outcome="fail",
+                fault="operator",
+                evidence=shown,
+                tables=("operators",),
+                sentence=f"{backend} in {dtype}: {worst[1]} of layer {worst[0]} is {error:.2e} from the fp64 "
+                f"recurrence on the same inputs, limit {limit:.1e}"
+                + (f"; {foreign} calls had other inputs" if foreign else ""),
+                next_step="the operator itself is at fault on this machine: try another version of its package",
+            )
+        return Finding(
+            name=name,
+            outcome="pass",
+            evidence=shown,
+            tables=("operators",),
+            sentence=f"{backend} in {dtype}: all {len(errors)} operator calls agree with fp64 recurrences on the "
+            f"same inputs; the worst is {worst[1]} of layer {worst[0]}, {error:.1e} of at most {limit:.1e}",
+        )
 
     def _table(self, rows: list[tuple[Value, ...]]) -> Table:
-        return Table(name="operators", title="Each operator against an fp64 recurrence, same inputs", detail=True,
-                     rows=tuple(rows), columns=(
-                         Column(key="dtype", title="dtype"), Column(key="layer", title="layer", kind="int"),
-                         Column(key="operator", title="operator"), Column(key="backend", title="backend"),
-                         Column(key="error", title="rel L2", kind="float"), Column(key="limit", title="limit", kind="float")))
+        return Table(
+            name="operators",
+            title="Each operator against an fp64 recurrence, same inputs",
+            detail=True,
+            rows=tuple(rows),
+            columns=(
+                Column(key="dtype", title="dtype"),
+                Column(key="layer", title="layer", kind="int"),
+                Column(key="operator", title="operator"),
+                Column(key="backend", title="backend"),
+                Column(key="error", title="rel L2", kind="float"),
+                Column(key="limit", title="limit", kind="float"),
+            ),
+        )
 
 
 def _by_place(evidence: Evidence, name: str) -> dict[tuple[int, str, str], Call]:
@@ -79,8 +119,9 @@ def _by_place(evidence: Evidence, name: str) -> dict[tuple[int, str, str], Call]
     return {(call.layer, call.operator, call.digest()): call for call in load_calls(evidence.operators[name])}
 
 
-def _errors(calls: Mapping[tuple[int, str, str], Call],
-            golden: Mapping[tuple[int, str, str], Call]) -> tuple[dict[tuple[int, str], tuple[float, float]], int]:
+def _errors(
+    calls: Mapping[tuple[int, str, str], Call], golden: Mapping[tuple[int, str, str], Call]
+) -> tuple[dict[tuple[int, str], tuple[float, float]], int]:
     """(worst error and its limit by layer and operator, how many calls had inputs that golden does not know)."""
     errors: dict[tuple[int, str], tuple[float, float]] = {}
     foreign = 0

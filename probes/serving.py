@@ -19,15 +19,27 @@ class Serving:
         """A finding for each way of computing."""
         findings: list[Finding] = []
         tables: list[Table] = []
-        for mode, words in (("decode", "token by token with a cache"), ("blocks", "in blocks with a cache, as verification does")):
+        for mode, words in (
+            ("decode", "token by token with a cache"),
+            ("blocks", "in blocks with a cache, as verification does"),
+        ):
             name, trace = f"serving.{mode}", f"torch.fp32.{mode}"
             why = evidence.why_not(trace, "torch.fp32")
             if why:
-                findings.append(Finding(name=name, outcome="skipped", sentence=f"not compared: {why}",
-                                        next_step="capture with --as decode and compare"))
+                findings.append(
+                    Finding(
+                        name=name,
+                        outcome="skipped",
+                        sentence=f"not compared: {why}",
+                        next_step="capture with --as decode and compare",
+                    )
+                )
                 continue
             pair = compare_pair(evidence, name, trace, "torch.fp32", floor=evidence.floor("fp32"))
-            findings += [self._finding(name, words, pair.findings), *(f for f in pair.findings if f.name.endswith("controls"))]
+            findings += [
+                self._finding(name, words, pair.findings),
+                *(f for f in pair.findings if f.name.endswith("controls")),
+            ]
             tables += [table for table in pair.tables if table.name.endswith((".layers", ".worst"))]
         return Answer(findings=tuple(findings), tables=tuple(tables))
 
@@ -35,8 +47,20 @@ class Serving:
         bad = next((f for f in findings if f.outcome in ("fail", "error")), None)
         gate = next(f for f in findings if f.name.endswith(".gate"))
         if bad is not None:
-            return Finding(name=name, outcome=bad.outcome, fault="serving-mode", evidence=bad.evidence, tables=(f"{name}.layers",),
-                           sentence=f"computed {words}, the states leave those of a prefill: {bad.sentence}",
-                           next_step="a drafter trained on prefill states is served others: find the first layer in the table")
-        return Finding(name=name, outcome=gate.outcome, evidence=gate.evidence, tables=(f"{name}.layers",), next_step=gate.next_step,
-                       sentence=f"computed {words}, every state agrees with prefill: {gate.sentence}")
+            return Finding(
+                name=name,
+                outcome=bad.outcome,
+                fault="serving-mode",
+                evidence=bad.evidence,
+                tables=(f"{name}.layers",),
+                sentence=f"computed {words}, the states leave those of a prefill: {bad.sentence}",
+                next_step="a drafter trained on prefill states is served others: find the first layer in the table",
+            )
+        return Finding(
+            name=name,
+            outcome=gate.outcome,
+            evidence=gate.evidence,
+            tables=(f"{name}.layers",),
+            next_step=gate.next_step,
+            sentence=f"computed {words}, every state agrees with prefill: {gate.sentence}",
+        )

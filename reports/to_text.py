@@ -174,7 +174,9 @@ def _tables(console: Console, report: Report) -> None:
         rows = words.many(sum(len(table.rows) for table in details), "row", "rows")
         names = ", ".join(table.name for table in details)
         console.print()
-        console.print(Text(words.plain(f"More tables in the page and the JSON ({rows}): {names}"), style="dim"))
+        console.print(
+            Text(words.plain(f"More tables in the page and the JSON ({rows}): {names}"), style="dim")
+        )
 
 
 def _table(console: Console, table: Table) -> None:

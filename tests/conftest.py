@@ -14,21 +14,44 @@ import torch
 from parity.model.backends import isolate, parse
 
 torch.set_num_threads(1)
-isolate(parse("torch"))  # before transformers is imported: without a GPU an importable fla would be chosen, and crash
+isolate(
+    parse("torch")
+)  # before transformers is imported: without a GPU an importable fla would be chosen, and crash
 
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
-                         "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256}
-LINEAR: dict[str, Any] = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
-                          "linear_value_head_dim": 16, "num_hidden_layers": 4,
-                          "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-                           "shared_expert_intermediate_size": 16}
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+LINEAR: dict[str, Any] = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", SIZES | LINEAR | EXPERTS),
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", SIZES | LINEAR),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", SIZES | LINEAR | EXPERTS),
-    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", SIZES | LINEAR | {
-        "linear_num_key_heads": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        "OlmoHybridForCausalLM",
+        SIZES
+        | LINEAR
+        | {"linear_num_key_heads": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
+    ),
     "llama": ("LlamaConfig", "LlamaForCausalLM", SIZES | {"num_hidden_layers": 2}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", SIZES | {"num_hidden_layers": 2, "sliding_window": 8}),
 }

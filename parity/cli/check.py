@@ -7,24 +7,39 @@ import typer
 
 
 def check(
-    model: Annotated[str | None, typer.Option(help="Name or path of the target; the embedded one by default.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="Prompts as for capture; built-in ones by default.")] = None,
-    backend: Annotated[str | None, typer.Option(help="What to hold against torch; fla where a GPU is, else "
-                                                "fla-interpreted.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name or path of the target; the embedded one by default.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts as for capture; built-in ones by default.")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="What to hold against torch; fla where a GPU is, else fla-interpreted.")
+    ] = None,
     loader: Annotated[str, typer.Option(help="How the trainer loads the target.")] = "AutoModelForCausalLM",
     revision: Annotated[str | None, typer.Option(help="Revision on the hub.")] = None,
     device_map: Annotated[str | None, typer.Option(help="As in transformers: cuda, auto, ...")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each request that are compared.", min=2)] = 160,
-    out: Annotated[Path, typer.Option(help="Folder for report.json, report.html and the traces.")]
-    = Path("parity-report"),
+    out: Annotated[Path, typer.Option(help="Folder for report.json, report.html and the traces.")] = Path(
+        "parity-report"
+    ),
     threads: Annotated[int, typer.Option(help="Threads of each worker.", min=1)] = 1,
 ) -> None:
     """Check everything before training: environment, dispatch, loading, kernels, serving modes."""
     from parity.cli.output import exit_code, new_folder, print_report, save_report
     from parity.runner import check as run_check
 
-    report = run_check(model=model, prompts=prompts, backend=backend, loader=loader, revision=revision,
-                       device_map=device_map, max_tokens=max_tokens, traces=new_folder(out) / "traces", threads=threads)
+    report = run_check(
+        model=model,
+        prompts=prompts,
+        backend=backend,
+        loader=loader,
+        revision=revision,
+        device_map=device_map,
+        max_tokens=max_tokens,
+        traces=new_folder(out) / "traces",
+        threads=threads,
+    )
     save_report(report, out)
     print_report(report)
     typer.echo(f"\nreport: {out / 'report.html'}")

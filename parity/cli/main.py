@@ -20,10 +20,15 @@ from parity.cli.probes import probes
 from parity.cli.show import show
 from parity.errors import ExitCode, ParityError
 
-app = typer.Typer(name="parity", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
-                  help="Proves that a speculative-decoding drafter is trained on what it will be served.",
-                  epilog="Exit codes: 0 pass or warn; 1 a finding is fail or error; 2 wrong use or unreadable input; "
-                         "3 nothing comparable; 4 a fault of parity's own.")
+app = typer.Typer(
+    name="parity",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Proves that a speculative-decoding drafter is trained on what it will be served.",
+    epilog="Exit codes: 0 pass or warn; 1 a finding is fail or error; 2 wrong use or unreadable input; "
+    "3 nothing comparable; 4 a fault of parity's own.",
+)
 for command in (check, capture, compare, show, env, probes):
     app.command()(command)
 
@@ -37,8 +42,11 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
-                                                help="Print the version and end.")] = False) -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
     """Proves that a speculative-decoding drafter is trained on what it will be served."""
 
 
@@ -67,6 +75,8 @@ def run(arguments: list[str]) -> int:
             error.show()
             return int(ExitCode.USAGE)
         traceback.print_exc()
-        print("parity: this is a fault of parity's own; please report it with the lines above", file=sys.stderr)
+        print(
+            "parity: this is a fault of parity's own; please report it with the lines above", file=sys.stderr
+        )
         return int(ExitCode.OUR_BUG)
     return int(result) if isinstance(result, int) else int(ExitCode.OK)

@@ -31,7 +31,11 @@ def save_report(report: Report, folder: Path) -> None:
     from parity.reports import to_html, to_json, to_markdown
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name, paint in (("report.json", to_json.paint), ("report.html", to_html.paint), ("report.md", to_markdown.paint)):
+    for name, paint in (
+        ("report.json", to_json.paint),
+        ("report.html", to_html.paint),
+        ("report.md", to_markdown.paint),
+    ):
         temporary = folder / (name + ".writing")
         temporary.write_text(paint(report), encoding="utf-8")
         os.replace(temporary, folder / name)

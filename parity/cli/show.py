@@ -17,8 +17,10 @@ class Form(StrEnum):
     junit = "junit"
 
 
-def show(report: Annotated[Path, typer.Argument(help="A report.json, or the folder that holds it.")],
-         form: Annotated[Form, typer.Option("--as", help="How to paint it.")] = Form.text) -> None:
+def show(
+    report: Annotated[Path, typer.Argument(help="A report.json, or the folder that holds it.")],
+    form: Annotated[Form, typer.Option("--as", help="How to paint it.")] = Form.text,
+) -> None:
     """Paint a saved report as text, JSON, HTML, Markdown or JUnit XML."""
     import importlib
 

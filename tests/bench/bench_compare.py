@@ -45,8 +45,9 @@ def byte_sum(tensor: torch.Tensor) -> int:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=64, help="MiB of each side")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
@@ -57,14 +58,16 @@ def main() -> None:
         out = pick_outliers(channel_mean_square(b))
         readers: dict[str, Callable[[], object]] = {
             "numpy sum of the bytes": lambda: byte_sum(a) + byte_sum(b),
-            "numba, per token, 1 thread": lambda: pair_stats(a, b, outliers=out, full=False,
-                                                             implementation="numba"),
-            "numba, per token, 2 threads": lambda: pair_stats(a, b, outliers=out, full=False,
-                                                              implementation="numba",
-                                                              threads=2),
+            "numba, per token, 1 thread": lambda: pair_stats(
+                a, b, outliers=out, full=False, implementation="numba"
+            ),
+            "numba, per token, 2 threads": lambda: pair_stats(
+                a, b, outliers=out, full=False, implementation="numba", threads=2
+            ),
             "numba, full set, 1 thread": lambda: pair_stats(a, b, outliers=out, implementation="numba"),
-            "numba, full set, 2 threads": lambda: pair_stats(a, b, outliers=out, implementation="numba",
-                                                             threads=2),
+            "numba, full set, 2 threads": lambda: pair_stats(
+                a, b, outliers=out, implementation="numba", threads=2
+            ),
             "torch, per token": lambda: pair_stats(a, b, outliers=out, full=False, implementation="torch"),
             "torch, full set": lambda: pair_stats(a, b, outliers=out, implementation="torch"),
         }
@@ -84,8 +87,10 @@ def main() -> None:
     print(f"2 x {options.mib} MiB of {options.dtype} {[*a.shape]}, outliers {out}, numpy {np.__version__}")
     print(f"{'reader':30} {'GB/s':>7} {'of sum':>7} {'per CPU s':>10} {'first s':>8}")
     for name, rate in rates.items():
-        print(f"{name:30} {rate:7.2f} {rate / rates['numpy sum of the bytes']:7.0%} "
-              f"{gigabytes / statistics.median(cpu_seconds[name]):10.2f} {first[name]:8.2f}")
+        print(
+            f"{name:30} {rate:7.2f} {rate / rates['numpy sum of the bytes']:7.0%} "
+            f"{gigabytes / statistics.median(cpu_seconds[name]):10.2f} {first[name]:8.2f}"
+        )
 
 
 if __name__ == "__main__":

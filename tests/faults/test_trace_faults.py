@@ -20,8 +20,13 @@ from parity.trace import Trace
 
 TOKENS = 150
 IDS = [(7 * i + i * i) % 61 for i in range(TOKENS)]
-REQUEST = {"id": "r", "token_ids": IDS, "origin": "given", "prompt_tokens": TOKENS,
-           "token_texts": [str(token) for token in IDS]}
+REQUEST = {
+    "id": "r",
+    "token_ids": IDS,
+    "origin": "given",
+    "prompt_tokens": TOKENS,
+    "token_texts": [str(token) for token in IDS],
+}
 
 
 @contextmanager
@@ -53,10 +58,18 @@ def rounded_a_log(target: Target) -> Any:
 
 def dropped_state(_: Target) -> Any:
     """The recurrent state is lost after every 64 tokens."""
+
     def change(body: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
         options["output_final_state"] = False
-        parts = [body(*(x[:, start:start + 64] for x in (q, k, v)), g=g[:, start:start + 64],
-                      beta=beta[:, start:start + 64], **options)[0] for start in range(0, q.shape[1], 64)]
+        parts = [
+            body(
+                *(x[:, start : start + 64] for x in (q, k, v)),
+                g=g[:, start : start + 64],
+                beta=beta[:, start : start + 64],
+                **options,
+            )[0]
+            for start in range(0, q.shape[1], 64)
+        ]
         return torch.cat(parts, 1), None
 
     return operator("torch_chunk_gated_delta_rule", change)
@@ -92,17 +105,30 @@ def golden(hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Trace:
     return Trace.open(folder)
 
 
-FAULTS = [(rounded_a_log, "layer.0.gdn.out", 1), (dropped_state, "layer.0.gdn.out", 64),
-          (shifted_convolution, "layer.0.conv.out", 0)]
+FAULTS = [
+    (rounded_a_log, "layer.0.gdn.out", 1),
+    (dropped_state, "layer.0.gdn.out", 64),
+    (shifted_convolution, "layer.0.conv.out", 0),
+]
 
 
 @pytest.mark.parametrize("judge", ["floor", "golden"])
 @pytest.mark.parametrize(("fault", "tap", "token"), FAULTS, ids=[fault.__name__ for fault, _, _ in FAULTS])
-def test_fault_is_found_at_its_layer_and_token(fault: Callable[[Target], Any], tap: str, token: int, judge: str, hybrid: Path,
-                                               healthy: Trace, golden: Trace, tmp_path: Path) -> None:
+def test_fault_is_found_at_its_layer_and_token(
+    fault: Callable[[Target], Any],
+    tap: str,
+    token: int,
+    judge: str,
+    hybrid: Path,
+    healthy: Trace,
+    golden: Trace,
+    tmp_path: Path,
+) -> None:
     faulty = traced(tmp_path / "t", hybrid, fault)
     for taps, first in ((None, tap), (["layer.?.out"], "layer.0.out")):
-        found: Comparison = compare_traces(faulty, healthy, golden=golden if judge == "golden" else None, taps=taps)
+        found: Comparison = compare_traces(
+            faulty, healthy, golden=golden if judge == "golden" else None, taps=taps
+        )
         assert found.outcome == "fail"
         assert found.first_bad is not None
         assert (found.first_bad.tap, found.first_bad.layer, found.first_bad.token) == (first, 0, token)
@@ -112,7 +138,9 @@ def test_fault_is_found_at_its_layer_and_token(fault: Callable[[Target], Any], t
 
 
 @pytest.mark.parametrize("judge", ["floor", "golden"])
-def test_healthy_pair_is_silent(judge: str, hybrid: Path, healthy: Trace, golden: Trace, tmp_path: Path) -> None:
+def test_healthy_pair_is_silent(
+    judge: str, hybrid: Path, healthy: Trace, golden: Trace, tmp_path: Path
+) -> None:
     again = traced(tmp_path / "t", hybrid, nothing)
     found = compare_traces(again, healthy, golden=golden if judge == "golden" else None)
     assert found.outcome == "pass" and found.first_bad is None

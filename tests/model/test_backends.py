@@ -18,15 +18,27 @@ from parity.model.target import TargetSpec, forward, load
 from parity.trace import Trace
 
 IDS = [(5 * i) % 61 for i in range(12)]
-REQUEST = {"id": "r", "token_ids": IDS, "origin": "given", "prompt_tokens": len(IDS),
-           "token_texts": [str(token) for token in IDS]}
+REQUEST = {
+    "id": "r",
+    "token_ids": IDS,
+    "origin": "given",
+    "prompt_tokens": len(IDS),
+    "token_texts": [str(token) for token in IDS],
+}
 
 
-@pytest.mark.parametrize(("text", "delta", "conv", "name"), [
-    ("torch", "torch", "torch", "torch"), ("fla", "fla", "torch", "fla"),
-    ("fast", "fla", "causal-conv1d", "fast"), ("fla+causal-conv1d", "fla", "causal-conv1d", "fast"),
-    ("golden", "golden", "golden", "golden"), ("torch+causal-conv1d", "torch", "causal-conv1d", "torch+causal-conv1d"),
-    ("fla-interpreted", "fla-interpreted", "torch", "fla-interpreted")])
+@pytest.mark.parametrize(
+    ("text", "delta", "conv", "name"),
+    [
+        ("torch", "torch", "torch", "torch"),
+        ("fla", "fla", "torch", "fla"),
+        ("fast", "fla", "causal-conv1d", "fast"),
+        ("fla+causal-conv1d", "fla", "causal-conv1d", "fast"),
+        ("golden", "golden", "golden", "golden"),
+        ("torch+causal-conv1d", "torch", "causal-conv1d", "torch+causal-conv1d"),
+        ("fla-interpreted", "fla-interpreted", "torch", "fla-interpreted"),
+    ],
+)
 def test_parse(text: str, delta: str, conv: str, name: str) -> None:
     assert (parse(text).delta, parse(text).conv, parse(text).name) == (delta, conv, name)
 
@@ -47,8 +59,10 @@ def test_isolate_comes_too_late() -> None:
 def test_fla_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_cuda", lambda: False)
     assert backends.missing(parse("fla")) == "no CUDA device"
-    assert "causal-conv1d" in str(backends.missing(parse("torch+causal-conv1d"))) or backends.missing(
-        parse("torch+causal-conv1d")) == "no CUDA device"
+    assert (
+        "causal-conv1d" in str(backends.missing(parse("torch+causal-conv1d")))
+        or backends.missing(parse("torch+causal-conv1d")) == "no CUDA device"
+    )
     with pytest.raises(ParityError, match="no CUDA device"):
         Worker("fla")
 
@@ -59,14 +73,23 @@ def _function(module: str) -> Callable[..., Any]:
     return function
 
 
-@pytest.mark.parametrize(("module", "name"), [
-    ("fla.ops.gated_delta_rule.chunk", "fla"), ("causal_conv1d.causal_conv1d_interface", "causal-conv1d"),
-    ("transformers.models.qwen3_5.modeling_qwen3_5", "torch"), ("parity.model.golden", "golden"),
-    ("kernels_community_fla.layer", "hub:kernels_community_fla"), ("somewhere.else", "unknown:somewhere")])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("fla.ops.gated_delta_rule.chunk", "fla"),
+        ("causal_conv1d.causal_conv1d_interface", "causal-conv1d"),
+        ("transformers.models.qwen3_5.modeling_qwen3_5", "torch"),
+        ("parity.model.golden", "golden"),
+        ("kernels_community_fla.layer", "hub:kernels_community_fla"),
+        ("somewhere.else", "unknown:somewhere"),
+    ],
+)
 def test_implementation_is_named_by_module(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert implementation_of(_function(module)) == (name, f"{module}.f" if False else f"{module}.<lambda>") or (
-        implementation_of(_function(module))[0] == name)
+    assert implementation_of(_function(module)) == (
+        name,
+        f"{module}.f" if False else f"{module}.<lambda>",
+    ) or (implementation_of(_function(module))[0] == name)
 
 
 def test_hub_kernel_module_is_recognised() -> None:
@@ -89,7 +112,8 @@ def test_torch_is_proven(target: Any) -> None:
     result = forward(target, IDS, backend=parse("torch"))
     assert result.proof.valid and not result.proof.problems
     assert [(c.layer, c.operator, c.implementation, c.calls) for c in result.proof.calls] == [
-        (layer, operator, "torch", 1) for layer in (0, 1, 2) for operator in ("conv", "delta")]
+        (layer, operator, "torch", 1) for layer in (0, 1, 2) for operator in ("conv", "delta")
+    ]
 
 
 def test_everything_is_put_back(target: Any) -> None:
@@ -168,7 +192,9 @@ def test_instance_attributes_of_older_versions() -> None:
     module = GatedDeltaNet()
     with CallRecorder({0: module}) as calls:
         assert float(module(torch.ones(1, 1, 1, 1))) == 2
-    assert [(c.layer, c.operator, c.implementation, c.calls) for c in calls.proofs()] == [(0, "delta", "torch", 1)]
+    assert [(c.layer, c.operator, c.implementation, c.calls) for c in calls.proofs()] == [
+        (0, "delta", "torch", 1)
+    ]
     assert module.chunk_gated_delta_rule is _body
     del sys.modules["fake_modeling"]
 
@@ -184,7 +210,9 @@ def test_hidden_fla_is_a_dispatch_failure(hybrid: Path, tmp_path: Path) -> None:
         result = capture_with(worker, {"model": str(hybrid), "dtype": "float32"}, [REQUEST], tmp_path / "t")
     assert not result["valid"]
     assert any("could not be set up" in problem for problem in result["problems"])
-    assert any("layer 0 delta: torch ran, asked for fla-interpreted" in problem for problem in result["problems"])
+    assert any(
+        "layer 0 delta: torch ran, asked for fla-interpreted" in problem for problem in result["problems"]
+    )
     assert not Trace.open(tmp_path / "t").manifest.backend.valid
 
 
@@ -193,7 +221,8 @@ def test_operator_calls_are_recorded_once_and_replayed(target: Any, tmp_path: Pa
     save_calls([*result.calls, *result.calls], tmp_path / "calls.safetensors")
     calls = load_calls(tmp_path / "calls.safetensors")
     assert [(call.layer, call.operator) for call in calls] == [
-        (layer, operator) for layer in (0, 1, 2) for operator in ("conv", "delta")]
+        (layer, operator) for layer in (0, 1, 2) for operator in ("conv", "delta")
+    ]
     replay(tmp_path / "calls.safetensors", tmp_path / "torch.safetensors", parse("torch"))
     replay(tmp_path / "calls.safetensors", tmp_path / "golden.safetensors", parse("golden"))
     again, want = load_calls(tmp_path / "torch.safetensors"), load_calls(tmp_path / "golden.safetensors")

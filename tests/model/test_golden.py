@@ -25,7 +25,15 @@ def test_recurrence_agrees_with_the_promoted_chunk_rule() -> None:
     want, want_state = golden.delta_rule(q, k, v, g, beta, state)
     with golden.promoted(golden.Promotion()) as record:
         got, got_state = modeling_qwen3_5.torch_chunk_gated_delta_rule(
-            q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
+            q,
+            k,
+            v,
+            g=g,
+            beta=beta,
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
     assert record.lower == [] and record.promoted > 0
     assert float((got - want).norm() / want.norm()) < 5e-15
     assert float((got_state - want_state).norm() / want_state.norm()) < 5e-15
@@ -68,7 +76,9 @@ def test_golden_forward_is_fp64_everywhere_and_restores_the_weights(hybrid: Path
     assert result.proof.valid, result.proof.problems
     assert {tensor.dtype for tensor in result.taps.values()} == {torch.float64}
     after: dict[str, Any] = target.model.state_dict()
-    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+    assert all(
+        torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before
+    )
     plain = forward(target, list(range(40)), backend=parse("torch"), taps=["*"])
     for name, tensor in plain.taps.items():
         want = result.taps[name]

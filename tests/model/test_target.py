@@ -18,10 +18,16 @@ IDS = [(5 * i) % 61 for i in range(70)]
 TORCH = parse("torch")
 
 
-@pytest.mark.parametrize(("key", "want"), [
-    ("model.layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"),
-    ("model.language_model.layers.0.x", "layers.0.x"), ("language_model.language_model.language_model.norm.weight", "norm.weight"),
-    ("lm_head.weight", "lm_head.weight"), ("layers.1.model.x", "layers.1.model.x")])
+@pytest.mark.parametrize(
+    ("key", "want"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"),
+        ("model.language_model.layers.0.x", "layers.0.x"),
+        ("language_model.language_model.language_model.norm.weight", "norm.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("layers.1.model.x", "layers.1.model.x"),
+    ],
+)
 def test_canonical_names(key: str, want: str) -> None:
     assert canonical(key) == want
 
@@ -29,12 +35,24 @@ def test_canonical_names(key: str, want: str) -> None:
 def test_taps_are_spelled_out(hybrid: Path) -> None:
     target = load(TargetSpec(model=str(hybrid), dtype="float32"))
     infos = tap_infos(target)
-    assert list(infos)[:5] == ["embed.out", "layer.0.conv.out", "layer.0.gdn.out", "layer.0.out", "layer.1.conv.out"]
+    assert list(infos)[:5] == [
+        "embed.out",
+        "layer.0.conv.out",
+        "layer.0.gdn.out",
+        "layer.0.out",
+        "layer.1.conv.out",
+    ]
     assert list(infos)[-4:] == ["layer.3.out", "final.prenorm", "final.postnorm", "logits"]
     assert infos["final.prenorm"][2] == "pre" and infos["final.postnorm"][2] == "post"
-    assert infos["layer.1.out"][3] == 2 and infos["layer.3.out"][3] is None and infos["final.postnorm"][3] == 4
+    assert (
+        infos["layer.1.out"][3] == 2 and infos["layer.3.out"][3] is None and infos["final.postnorm"][3] == 4
+    )
     assert select_taps(target, ["layer.*.gdn.out", "logits"]) == [
-        "layer.0.gdn.out", "layer.1.gdn.out", "layer.2.gdn.out", "logits"]
+        "layer.0.gdn.out",
+        "layer.1.gdn.out",
+        "layer.2.gdn.out",
+        "logits",
+    ]
     with pytest.raises(ParityError, match="layers 0 to 3"):
         select_taps(target, ["layer.7.out"])
 
@@ -53,7 +71,9 @@ def test_recorded_states_survive_later_changes(hybrid: Path) -> None:
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(("mode", "want"), [("prefill", [7]), ("decode", [1] * 7), ("blocks:3", [3, 3, 1]), ("blocks:9", [7])])
+@pytest.mark.parametrize(
+    ("mode", "want"), [("prefill", [7]), ("decode", [1] * 7), ("blocks:3", [3, 3, 1]), ("blocks:9", [7])]
+)
 def test_steps(mode: str, want: list[int]) -> None:
     assert steps(mode, 7) == want
 
@@ -106,14 +126,22 @@ def test_float32_parameters_of_a_bf16_checkpoint_stay(hybrid_bf16: Path) -> None
 
 
 def test_rounding_is_asked_for_and_seen_in_the_identity(hybrid_bf16: Path) -> None:
-    kept, rounded = (load(TargetSpec(model=str(hybrid_bf16), dtype="float32", round_float32=value)) for value in (False, True))
+    kept, rounded = (
+        load(TargetSpec(model=str(hybrid_bf16), dtype="float32", round_float32=value))
+        for value in (False, True)
+    )
     assert torch.equal(rounded.linear[0].A_log, kept.linear[0].A_log.bfloat16().float())
-    differing = {key for key, value in kept.identity.weights.items() if rounded.identity.weights[key] != value}
+    differing = {
+        key for key, value in kept.identity.weights.items() if rounded.identity.weights[key] != value
+    }
     assert differing == set(kept.kept_float32)
 
 
 def test_checksums_do_not_depend_on_the_dtype_loaded(hybrid_bf16: Path) -> None:
-    identities = [load(TargetSpec(model=str(hybrid_bf16), dtype=dtype)).identity for dtype in ("bfloat16", "float32", "float64")]
+    identities = [
+        load(TargetSpec(model=str(hybrid_bf16), dtype=dtype)).identity
+        for dtype in ("bfloat16", "float32", "float64")
+    ]
     assert identities[0] == identities[1] == identities[2]
 
 
@@ -135,7 +163,7 @@ def test_missing_parameter_is_named(hybrid: Path, tmp_path: Path) -> None:
 
 
 def test_silently_random_parameter_is_named(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading information says all is well, the parameter holds noise: the values tell (transformers 5.4.0 did this)."""
+    """Loading information says all is well, the parameter holds noise (transformers 5.4.0): the values tell."""
     from parity.model import target as module
 
     original = module._from_pretrained
@@ -146,15 +174,21 @@ def test_silently_random_parameter_is_named(hybrid: Path, monkeypatch: pytest.Mo
         return model, info
 
     monkeypatch.setattr(module, "_from_pretrained", noisy)
-    with pytest.raises(ParityError, match=r"differ from the checkpoint's: model\.layers\.0\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        ParityError, match=r"differ from the checkpoint's: model\.layers\.0\.mlp\.up_proj\.weight"
+    ):
         load(TargetSpec(model=str(hybrid), dtype="float32"))
 
 
 def test_wrapper_gives_the_same_states(hybrid: Path, tmp_path: Path) -> None:
     build_vision_wrapper(hybrid, tmp_path / "w")
     want = forward(load(TargetSpec(model=str(hybrid), dtype="float32")), IDS, backend=TORCH).taps
-    for loader, model in (("AutoModel", hybrid), ("AutoModel", tmp_path / "w"), ("AutoModelForCausalLM", tmp_path / "w"),
-                          ("AutoModelForImageTextToText", tmp_path / "w")):
+    for loader, model in (
+        ("AutoModel", hybrid),
+        ("AutoModel", tmp_path / "w"),
+        ("AutoModelForCausalLM", tmp_path / "w"),
+        ("AutoModelForImageTextToText", tmp_path / "w"),
+    ):
         target = load(TargetSpec(model=str(model), dtype="float32", loader=loader))
         assert (target.head is None) == (loader == "AutoModel")
         got = forward(target, IDS, backend=TORCH).taps
@@ -166,10 +200,16 @@ def test_wrapper_of_another_family_is_refused(models: dict[str, Path], tmp_path:
         build_vision_wrapper(models["llama"], tmp_path / "w")
 
 
-@pytest.mark.parametrize(("spec", "message"), [
-    ({"model": "/no/such/folder"}, "no such folder"), ({"model": "./nothing"}, "no such folder"),
-    ({"model": "x", "loader": "AutoModelForMagic"}, "no such loader"), ({"model": "x", "dtype": "float8"}, "no such dtype")])
-def test_bad_specifications(spec: dict[str, str], message: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"model": "/no/such/folder"}, "no such folder"),
+        ({"model": "./nothing"}, "no such folder"),
+        ({"model": "x", "loader": "AutoModelForMagic"}, "no such loader"),
+        ({"model": "x", "dtype": "float8"}, "no such dtype"),
+    ],
+)
+def test_bad_specifications(spec: dict[str, Any], message: str) -> None:
     with pytest.raises(ParityError, match=message):
         load(TargetSpec(**spec))
 
@@ -181,12 +221,24 @@ def test_folder_without_a_model(tmp_path: Path) -> None:
 
 def test_manifest_of_a_capture(hybrid: Path, tmp_path: Path) -> None:
     target = load(TargetSpec(model=str(hybrid), dtype="float32"))
-    request = {"id": "r", "token_ids": IDS, "origin": "given", "prompt_tokens": 3, "token_texts": [str(i) for i in IDS]}
+    request = {
+        "id": "r",
+        "token_ids": IDS,
+        "origin": "given",
+        "prompt_tokens": 3,
+        "token_texts": [str(i) for i in IDS],
+    }
     capture(target, [request], tmp_path / "t", backend=TORCH, fingerprint="f")
     data = json.loads((tmp_path / "t/manifest.json").read_text())
-    assert data["schema"] == "parity-trace/1" and data["dtype"] == "float32" and data["loader"] == "AutoModelForCausalLM"
+    assert (
+        data["schema"] == "parity-trace/1"
+        and data["dtype"] == "float32"
+        and data["loader"] == "AutoModelForCausalLM"
+    )
     assert data["target"]["layer_types"] == ["linear_attention"] * 3 + ["full_attention"]
-    assert {"torch", "transformers", "flash-linear-attention", "triton", "cpu", "cuda"} <= set(data["environment"])
+    assert {"torch", "transformers", "flash-linear-attention", "triton", "cpu", "cuda"} <= set(
+        data["environment"]
+    )
     assert data["backend"]["valid"] and len(data["backend"]["calls"]) == 6
     assert "hidden_states[i + 1]" in data["layer_ids"]
     assert data["requests"][0]["prompt_tokens"] == 3 and data["requests"][0]["origin"] == "given"

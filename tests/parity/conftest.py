@@ -25,41 +25,86 @@ LAYER_TYPES = ("linear_attention", "linear_attention", "linear_attention", "full
 def tap_info(name: str, tensor: torch.Tensor) -> TapInfo:
     """The entry of a tap in a manifest, read off its name and tensor."""
     parts = name.split(".")
-    return TapInfo(name=name, dtype=str(tensor.dtype).removeprefix("torch."), width=tensor.shape[1],
-                   layer=int(parts[1]) if parts[0] == "layer" else None, norm="none", hf_index=None,
-                   meaning="test")
+    return TapInfo(
+        name=name,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        width=tensor.shape[1],
+        layer=int(parts[1]) if parts[0] == "layer" else None,
+        norm="none",
+        hf_index=None,
+        meaning="test",
+    )
 
 
-def write(path: Path, requests: Mapping[str, Tensors], *, tokens: Mapping[str, Sequence[int]] | None = None,
-          dtype: str | None = None, mode: str = "prefill", backend: str = "torch",
-          problems: Sequence[str] = (),
-          weights: Mapping[str, str] | None = None) -> Trace:
+def write(
+    path: Path,
+    requests: Mapping[str, Tensors],
+    *,
+    tokens: Mapping[str, Sequence[int]] | None = None,
+    dtype: str | None = None,
+    mode: str = "prefill",
+    backend: str = "torch",
+    problems: Sequence[str] = (),
+    weights: Mapping[str, str] | None = None,
+) -> Trace:
     """Write a trace of {request: {tap: [tokens, width]}} and open it. Tokens default to 100, 101, ..."""
     first = next(iter(requests.values()))
     entries = []
     with TraceWriter(path, "test") as writer:
         for name, tensors in requests.items():
             rows = next(iter(tensors.values())).shape[0]
-            ids = tuple(tokens[name]) if tokens is not None and name in tokens else tuple(range(100,
-                                                                                                100 + rows))
-            entry = RequestEntry(id=name, token_ids=ids, origin="given", prompt_tokens=rows,
-                                 token_texts=tuple(f"t{token}" for token in ids))
+            ids = (
+                tuple(tokens[name])
+                if tokens is not None and name in tokens
+                else tuple(range(100, 100 + rows))
+            )
+            entry = RequestEntry(
+                id=name,
+                token_ids=ids,
+                origin="given",
+                prompt_tokens=rows,
+                token_texts=tuple(f"t{token}" for token in ids),
+            )
             writer.add(entry, tensors)
             entries.append(entry)
         taps = tuple(tap_info(name, tensor) for name, tensor in first.items())
-        identity = TargetIdentity(name="test", revision=None, config_sha256="0", model_type="test", layers=4,
-                                  layer_types=LAYER_TYPES, weights=dict(weights or {"w": "1"}))
-        proof = BackendProof(requested={"delta": backend, "conv": "torch"}, calls=(), valid=not problems,
-                             problems=tuple(problems))
-        return writer.finish(Manifest(schema=SCHEMA, created="2026-01-01T00:00:00Z", target=identity,
-                                      loader="test",
-                                      dtype=dtype or taps[0].dtype, mode=mode, backend=proof, taps=taps,
-                                      requests=tuple(entries), fingerprint="test", environment={}))
+        identity = TargetIdentity(
+            name="test",
+            revision=None,
+            config_sha256="0",
+            model_type="test",
+            layers=4,
+            layer_types=LAYER_TYPES,
+            weights=dict(weights or {"w": "1"}),
+        )
+        proof = BackendProof(
+            requested={"delta": backend, "conv": "torch"},
+            calls=(),
+            valid=not problems,
+            problems=tuple(problems),
+        )
+        return writer.finish(
+            Manifest(
+                schema=SCHEMA,
+                created="2026-01-01T00:00:00Z",
+                target=identity,
+                loader="test",
+                dtype=dtype or taps[0].dtype,
+                mode=mode,
+                backend=proof,
+                taps=taps,
+                requests=tuple(entries),
+                fingerprint="test",
+                environment={},
+            )
+        )
 
 
 @pytest.fixture
 def write_trace(tmp_path: Path) -> WriteTrace:
     """`write` into a fresh folder of this test: write_trace("a", {"r0": {"layer.0.out": tensor}})."""
+
     def make(name: str, requests: Mapping[str, Tensors], **options: object) -> Trace:
         return write(tmp_path / name, requests, **options)  # type: ignore[arg-type]
+
     return make

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
     """(exit code, standard output, standard error) of one command, in this process."""
+
     def command(*arguments: str | Path) -> tuple[int, str, str]:
         capfd.readouterr()
         code = cli.run([str(argument) for argument in arguments])
@@ -32,13 +34,20 @@ def capture(model: Path, prompts: Path, out: Path, *more: str) -> list[str | Pat
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"id": "a", "token_ids": [1, 2, 3, 4, 5, 6]}\n{"id": "b", "token_ids": [9, 8, 7, 6, 5]}\n')
+    file.write_text(
+        '{"id": "a", "token_ids": [1, 2, 3, 4, 5, 6]}\n{"id": "b", "token_ids": [9, 8, 7, 6, 5]}\n'
+    )
     return file
 
 
 def is_two_lines(err: str) -> bool:
     lines = err.strip().splitlines()
-    return len(lines) == 2 and lines[0].startswith("parity: asked: ") and "; found: " in lines[0] and lines[1].startswith("do this: ")
+    return (
+        len(lines) == 2
+        and lines[0].startswith("parity: asked: ")
+        and "; found: " in lines[0]
+        and lines[1].startswith("do this: ")
+    )
 
 
 def test_capture_compare_show(hybrid: Path, prompts: Path, tmp_path: Path, run: Run) -> None:
@@ -48,26 +57,52 @@ def test_capture_compare_show(hybrid: Path, prompts: Path, tmp_path: Path, run: 
         assert code == 0 and "2 requests, 11 tokens" in out and "ran conv: torch; delta: torch" in out
     code, out, err = run("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "report")
     assert (code, err) == (0, "") and out.startswith("PASS")
-    assert sorted(p.name for p in (tmp_path / "report").iterdir()) == ["report.html", "report.json", "report.md"]
-    for form, start in (("text", "PASS"), ("json", "{"), ("html", "<!doctype html>"), ("markdown", "#"), ("junit", "<?xml")):
+    assert sorted(p.name for p in (tmp_path / "report").iterdir()) == [
+        "report.html",
+        "report.json",
+        "report.md",
+    ]
+    for form, start in (
+        ("text", "PASS"),
+        ("json", "{"),
+        ("html", "<!doctype html>"),
+        ("markdown", "#"),
+        ("junit", "<?xml"),
+    ):
         code, out, _ = run("show", tmp_path / "report", "--as", form)
         assert code == 0 and out.lower().startswith(start.lower()), form
 
 
-@pytest.mark.parametrize(("changes", "found"), [
-    (["--model", "/no/such/model"], "no such folder or .gguf file"), (["--taps", "layer.9.out"], "has layers 0 to 3"),
-    (["--backend", "fla"], "no CUDA device"), (["--backend", "magic"], "no such backend"), (["--as", "sideways"], "no such way"),
-    (["--dtype", "int8"], "no such dtype"), (["--loader", "AutoModelForMagic"], "no such loader")])
-def test_capture_refuses(changes: list[str], found: str, hybrid: Path, prompts: Path, tmp_path: Path, run: Run) -> None:
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        (["--model", "/no/such/model"], "no such folder or .gguf file"),
+        (["--taps", "layer.9.out"], "has layers 0 to 3"),
+        (["--backend", "fla"], "no CUDA device"),
+        (["--backend", "magic"], "no such backend"),
+        (["--as", "sideways"], "no such way"),
+        (["--dtype", "int8"], "no such dtype"),
+        (["--loader", "AutoModelForMagic"], "no such loader"),
+    ],
+)
+def test_capture_refuses(
+    changes: list[str], found: str, hybrid: Path, prompts: Path, tmp_path: Path, run: Run
+) -> None:
     code, out, err = run(*capture(hybrid, prompts, tmp_path / "t"), *changes)
     assert (code, out) == (2, "") and is_two_lines(err) and found in err, err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["prompts.jsonl"], "a half-written folder was left"
 
 
-@pytest.mark.parametrize(("content", "found"), [
-    ("", "an empty file"), ('{"token_ids": [1, 999]}', "token id 999, the vocabulary has 64"),
-    ('{"token_ids": [' + ", ".join(["1"] * 300) + "]}", "allows 256"), ('{"prompt": "hello"}', "has no tokenizer")],
-    ids=["empty", "outside the vocabulary", "too long", "no tokenizer"])
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("", "an empty file"),
+        ('{"token_ids": [1, 999]}', "token id 999, the vocabulary has 64"),
+        ('{"token_ids": [' + ", ".join(["1"] * 300) + "]}", "allows 256"),
+        ('{"prompt": "hello"}', "has no tokenizer"),
+    ],
+    ids=["empty", "outside the vocabulary", "too long", "no tokenizer"],
+)
 def test_prompts_are_refused(content: str, found: str, hybrid: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "p.jsonl").write_text(content)
     code, out, err = run(*capture(hybrid, tmp_path / "p.jsonl", tmp_path / "t"))
@@ -90,13 +125,18 @@ def test_existing_output_is_kept(hybrid: Path, prompts: Path, tmp_path: Path, ru
 def test_compare_refuses_what_is_no_trace(hybrid: Path, prompts: Path, tmp_path: Path, run: Run) -> None:
     run(*capture(hybrid, prompts, tmp_path / "a", "--dtype", "float32"))
     (tmp_path / "empty").mkdir()
-    for other, found in ((tmp_path / "empty", "without manifest.json"), (tmp_path / "nothing", "no such folder")):
+    for other, found in (
+        (tmp_path / "empty", "without manifest.json"),
+        (tmp_path / "nothing", "no such folder"),
+    ):
         code, out, err = run("compare", tmp_path / "a", other)
         assert (code, out) == (2, "") and is_two_lines(err) and found in err
 
 
 def test_other_tokens_are_nothing_comparable(hybrid: Path, prompts: Path, tmp_path: Path, run: Run) -> None:
-    (tmp_path / "q.jsonl").write_text('{"id": "a", "token_ids": [50, 51, 52]}\n{"id": "b", "token_ids": [40, 41]}\n')
+    (tmp_path / "q.jsonl").write_text(
+        '{"id": "a", "token_ids": [50, 51, 52]}\n{"id": "b", "token_ids": [40, 41]}\n'
+    )
     run(*capture(hybrid, prompts, tmp_path / "a", "--dtype", "float32"))
     run(*capture(hybrid, tmp_path / "q.jsonl", tmp_path / "b", "--dtype", "float32"))
     code, out, err = run("compare", tmp_path / "a", tmp_path / "b")
@@ -108,8 +148,14 @@ def test_invalid_trace_does_not_pass(hybrid: Path, prompts: Path, tmp_path: Path
     from parity.capture import capture_to
 
     run(*capture(hybrid, prompts, tmp_path / "a", "--dtype", "float32"))
-    result = capture_to(tmp_path / "b", model=str(hybrid), prompts=prompts, backend="fla-interpreted", dtype="float32",
-                        hide=("fla",))
+    result = capture_to(
+        tmp_path / "b",
+        model=str(hybrid),
+        prompts=prompts,
+        backend="fla-interpreted",
+        dtype="float32",
+        hide=("fla",),
+    )
     assert not result.valid and "dispatch FAILED, this trace is no evidence:" in result.lines()
     code, out, _ = run("compare", tmp_path / "b", tmp_path / "a")
     assert code == 1 and out.startswith("FAIL") and "dispatch" in out
@@ -141,29 +187,69 @@ def test_our_own_fault_is_exit_4(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_probes_are_listed(run: Run) -> None:
     code, out, _ = run("probes")
-    assert code == 0 and all(name in out for name in ("dispatch", "loading", "floor", "golden", "kernels", "operators", "serving"))
+    assert code == 0 and all(
+        name in out for name in ("dispatch", "loading", "floor", "golden", "kernels", "operators", "serving")
+    )
     assert max(map(len, out.splitlines())) <= 80
 
 
 def test_env_names_backends_and_variables(run: Run) -> None:
     code, out, _ = run("env")
-    assert code == 0 and "backend torch" in out and "does not run here: no CUDA device" in out and "triton" in out
+    assert (
+        code == 0
+        and "backend torch" in out
+        and "does not run here: no CUDA device" in out
+        and "triton" in out
+    )
 
 
 FLAGS = {
-    "capture": {"--model", "--prompts", "--out", "--backend", "--taps", "--dtype", "--loader", "--revision", "--device-map", "--as",
-                "--max-tokens", "--complete-with", "--complete-model", "--new-tokens", "--local-from", "--threads"},
-    "check": {"--model", "--prompts", "--backend", "--loader", "--revision", "--device-map", "--max-tokens", "--out", "--threads"},
-    "compare": {"--golden", "--taps", "--policy", "--floor", "--out", "--threads"}, "show": {"--as"}, "env": set(), "probes": set()}
+    "capture": {
+        "--model",
+        "--prompts",
+        "--out",
+        "--backend",
+        "--taps",
+        "--dtype",
+        "--loader",
+        "--revision",
+        "--device-map",
+        "--as",
+        "--max-tokens",
+        "--complete-with",
+        "--complete-model",
+        "--new-tokens",
+        "--local-from",
+        "--threads",
+    },
+    "check": {
+        "--model",
+        "--prompts",
+        "--backend",
+        "--loader",
+        "--revision",
+        "--device-map",
+        "--max-tokens",
+        "--out",
+        "--threads",
+    },
+    "compare": {"--golden", "--taps", "--policy", "--floor", "--out", "--threads"},
+    "show": {"--as"},
+    "env": set(),
+    "probes": set(),
+}
 
 
 def test_flags_are_a_promise() -> None:
     """A flag is changed on purpose, here, with a line in CHANGELOG."""
     import typer
 
-    group = typer.main.get_command(cli.app)
-    assert {name: {option for parameter in command.params for option in parameter.opts if option.startswith("--")} - {"--help"}
-            for name, command in group.commands.items()} == FLAGS  # type: ignore[attr-defined]
+    group: Any = typer.main.get_command(cli.app)
+    assert {
+        name: {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+        - {"--help"}
+        for name, command in group.commands.items()
+    } == FLAGS
 
 
 @pytest.mark.parametrize("command", [["--help"], ["probes"], ["check", "--help"]])

@@ -42,6 +42,7 @@ def with_row(row: int, value: torch.Tensor | float) -> Callable[[torch.Tensor], 
         a = a.clone()
         a[row] = value
         return a
+
     return change
 
 
@@ -66,14 +67,22 @@ FAULTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
 
 @pytest.fixture
 def reference(write_trace: WriteTrace) -> Trace:
-    return write_trace("b", {"r0": {"layer.0.out": hidden().bfloat16(),
-                                    "layer.1.out": hidden(seed=3).bfloat16()}})
+    return write_trace(
+        "b", {"r0": {"layer.0.out": hidden().bfloat16(), "layer.1.out": hidden(seed=3).bfloat16()}}
+    )
 
 
 def candidate(write_trace: WriteTrace, change: Callable[[torch.Tensor], torch.Tensor] = lambda a: a) -> Trace:
     """bf16 noise in both layers, and a fault in the second."""
-    return write_trace("a", {"r0": {"layer.0.out": noisy(hidden(), 0.004).bfloat16(),
-                                    "layer.1.out": change(noisy(hidden(seed=3), 0.004).bfloat16())}})
+    return write_trace(
+        "a",
+        {
+            "r0": {
+                "layer.0.out": noisy(hidden(), 0.004).bfloat16(),
+                "layer.1.out": change(noisy(hidden(seed=3), 0.004).bfloat16()),
+            }
+        },
+    )
 
 
 def test_benign_noise_is_silent(write_trace: WriteTrace, reference: Trace) -> None:
@@ -91,8 +100,11 @@ def test_each_fault_fails_at_its_token(fault: str, write_trace: WriteTrace, refe
     assert found.outcome == "fail"
     assert [tap.outcome for tap in found.taps] == ["pass", "fail"]
     assert found.first_bad is not None
-    assert (found.first_bad.tap, found.first_bad.token, found.first_bad.text) == ("layer.1.out", token,
-                                                                                  f"t{100 + token}")
+    assert (found.first_bad.tap, found.first_bad.token, found.first_bad.text) == (
+        "layer.1.out",
+        token,
+        f"t{100 + token}",
+    )
 
 
 def test_numbers_against_numpy(write_trace: WriteTrace, reference: Trace) -> None:
@@ -104,13 +116,19 @@ def test_numbers_against_numpy(write_trace: WriteTrace, reference: Trace) -> Non
     plain = np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)
     robust = np.linalg.norm((a - b)[:, kept], axis=1) / np.linalg.norm(b[:, kept], axis=1)
     judged = np.maximum(plain, robust)
-    expected = {"cosine_mean": cosines.mean(), "cosine_min": cosines.min(),
-                "cosine_p01": np.quantile(cosines, 0.01),
-                "relative_l2": np.linalg.norm(a - b) / np.linalg.norm(b),
-                "robust_relative_l2": np.linalg.norm((a - b)[:, kept]) / np.linalg.norm(b[:, kept]),
-                "error_rms": np.sqrt((judged**2).mean()), "error_max": judged.max(),
-                "max_abs": abs(a - b).max(),
-                "mean_abs": abs(a - b).mean(), "tokens": 96, "width": 2048}
+    expected = {
+        "cosine_mean": cosines.mean(),
+        "cosine_min": cosines.min(),
+        "cosine_p01": np.quantile(cosines, 0.01),
+        "relative_l2": np.linalg.norm(a - b) / np.linalg.norm(b),
+        "robust_relative_l2": np.linalg.norm((a - b)[:, kept]) / np.linalg.norm(b[:, kept]),
+        "error_rms": np.sqrt((judged**2).mean()),
+        "error_max": judged.max(),
+        "max_abs": abs(a - b).max(),
+        "mean_abs": abs(a - b).mean(),
+        "tokens": 96,
+        "width": 2048,
+    }
     for name, value in expected.items():
         assert getattr(tap, name) == pytest.approx(value, rel=1e-6), name
     assert tap.mean == pytest.approx((a.mean(), b.mean()), rel=1e-6)
@@ -128,12 +146,15 @@ def test_nonfinite_at_the_same_place_is_an_option(write_trace: WriteTrace) -> No
     assert compare_traces(a, b, policy=Policy(allow_nonfinite_at_same_place=True)).outcome == "pass"
 
 
-@pytest.mark.parametrize("change, kind", [
-    (lambda taps: {"layer.0.out": taps["layer.0.out"]}, "tap"),
-    (lambda taps: taps | {"layer.2.out": taps["layer.0.out"]}, "tap"),
-    (lambda taps: taps | {"layer.1.out": taps["layer.1.out"][:, :40]}, "width"),
-    (lambda taps: taps | {"layer.1.out": taps["layer.1.out"].half()}, "dtype"),
-])
+@pytest.mark.parametrize(
+    "change, kind",
+    [
+        (lambda taps: {"layer.0.out": taps["layer.0.out"]}, "tap"),
+        (lambda taps: taps | {"layer.2.out": taps["layer.0.out"]}, "tap"),
+        (lambda taps: taps | {"layer.1.out": taps["layer.1.out"][:, :40]}, "width"),
+        (lambda taps: taps | {"layer.1.out": taps["layer.1.out"].half()}, "dtype"),
+    ],
+)
 def test_structure_fails(change: Callable[[Tensors], Tensors], kind: str, write_trace: WriteTrace) -> None:
     taps = {"layer.0.out": torch.randn(8, 48), "layer.1.out": torch.randn(8, 48)}
     found = compare_traces(write_trace("a", {"r0": change(taps)}), write_trace("b", {"r0": taps}))
@@ -145,8 +166,9 @@ def test_missing_request_and_other_tokens_fail(write_trace: WriteTrace) -> None:
     taps = {"layer.0.out": torch.randn(8, 48)}
     b = write_trace("b", {"r0": taps, "r1": taps}, tokens={"r1": list(range(8))})
     found = compare_traces(write_trace("a", {"r0": taps}), b)
-    assert found.outcome == "fail" and [(item.kind, item.side)
-                                        for item in found.unpaired] == [("request", "b")]
+    assert found.outcome == "fail" and [(item.kind, item.side) for item in found.unpaired] == [
+        ("request", "b")
+    ]
     found = compare_traces(write_trace("c", {"r0": taps}, tokens={"r0": [100, 101, 102, 9, 9, 9, 9, 9]}), b)
     assert found.tokens == 3 and {item.kind for item in found.unpaired} == {"request", "tokens"}
     with pytest.raises(NothingComparable):
@@ -175,15 +197,18 @@ def test_controls_without_power_are_errors(write_trace: WriteTrace) -> None:
     a, b = (write_trace(side, {"r0": taps}) for side in "ab")
     blind = Policy(taps={"*": TapLimits(mean_cosine=-1)})
     found = compare_traces(a, b, policy=blind)
-    assert found.outcome == "error" and [control.refused for control in found.taps[0].controls] == [False,
-                                                                                                    False]
+    assert found.outcome == "error" and [control.refused for control in found.taps[0].controls] == [
+        False,
+        False,
+    ]
     deep = Floor(name="absurd", measured_on="", taps={})
     assert compare_traces(a, b, floor=deep).outcome == "pass"
 
 
 def test_controls_that_change_nothing_are_left_out(write_trace: WriteTrace) -> None:
-    one_token = [write_trace(f"one-{side}", {"r0": {"layer.0.out": torch.arange(8.0)[None]}})
-                 for side in "ab"]
+    one_token = [
+        write_trace(f"one-{side}", {"r0": {"layer.0.out": torch.arange(8.0)[None]}}) for side in "ab"
+    ]
     found = compare_traces(*one_token)
     assert [control.refused for control in found.taps[0].controls] == [None, True] and found.outcome == "pass"
     constant = [write_trace(f"same-{side}", {"r0": {"layer.0.out": torch.ones(6, 8)}}) for side in "ab"]
@@ -192,15 +217,24 @@ def test_controls_that_change_nothing_are_left_out(write_trace: WriteTrace) -> N
 
 
 # A linear-attention layer in a few lines, for faults whose onset is known.
-def hybrid(fault: str | None = None, dtype: torch.dtype = torch.float32, layers: int = 4, tokens: int = 130,
-           width: int = 32, at: int = 1, order: int = 1) -> Tensors:
+def hybrid(
+    fault: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    layers: int = 4,
+    tokens: int = 130,
+    width: int = 32,
+    at: int = 1,
+    order: int = 1,
+) -> Tensors:
     """Taps of a stack of gated linear-attention layers; `fault` sits in layer `at`; `order` splits sums."""
     generator, taps = torch.Generator().manual_seed(0), {}
     x = torch.randn(tokens, width, generator=generator).to(dtype)
     for layer in range(layers):
         weights = [torch.randn(width, width, generator=generator).to(dtype) / width**0.5 for _ in range(4)]
-        kernel, gate = torch.randn(4, width, generator=generator).to(dtype), torch.randn(width,
-                                                                                         generator=generator)
+        kernel, gate = (
+            torch.randn(4, width, generator=generator).to(dtype),
+            torch.randn(width, generator=generator),
+        )
         a_log = torch.rand(width, generator=generator) * 6 - 5
         here = fault if layer == at else None
         if here == "A_log rounded to bf16":
@@ -229,20 +263,27 @@ def _split_matmul(x: torch.Tensor, w: torch.Tensor, parts: int) -> torch.Tensor:
     return sum(products[1:], products[0])
 
 
-def compare_hybrid(write_trace: WriteTrace, fault: str | None, with_golden: bool,
-                   **options: Any) -> Comparison:
+def compare_hybrid(
+    write_trace: WriteTrace, fault: str | None, with_golden: bool, **options: Any
+) -> Comparison:
     golden = write_trace("golden", {"r0": hybrid(dtype=torch.float64)}) if with_golden else None
-    return compare_traces(write_trace("a", {"r0": hybrid(fault, **options)}),
-                          write_trace("b", {"r0": hybrid()}),
-                          golden=golden)
+    return compare_traces(
+        write_trace("a", {"r0": hybrid(fault, **options)}), write_trace("b", {"r0": hybrid()}), golden=golden
+    )
 
 
 @pytest.mark.parametrize("with_golden", [False, True])
-@pytest.mark.parametrize("fault, tap, token", [
-    ("A_log rounded to bf16", "layer.1.gdn.out", 1), ("state dropped every 64", "layer.1.gdn.out", 64),
-    ("conv shifted by a tap", "layer.1.conv.out", 0)])
-def test_first_bad_layer_and_token(fault: str, tap: str, token: int, with_golden: bool,
-                                   write_trace: WriteTrace) -> None:
+@pytest.mark.parametrize(
+    "fault, tap, token",
+    [
+        ("A_log rounded to bf16", "layer.1.gdn.out", 1),
+        ("state dropped every 64", "layer.1.gdn.out", 64),
+        ("conv shifted by a tap", "layer.1.conv.out", 0),
+    ],
+)
+def test_first_bad_layer_and_token(
+    fault: str, tap: str, token: int, with_golden: bool, write_trace: WriteTrace
+) -> None:
     found = compare_hybrid(write_trace, fault, with_golden)
     assert found.outcome == "fail" and found.gate == "semantic" and found.first_bad is not None
     assert (found.first_bad.tap, found.first_bad.layer, found.first_bad.token) == (tap, 1, token)
@@ -275,7 +316,7 @@ def test_golden_must_be_float64_and_complete(write_trace: WriteTrace) -> None:
 
 def test_wrong_outliers_are_found_and_read_again(write_trace: WriteTrace) -> None:
     plain, massive = torch.randn(300, 64), torch.randn(300, 64)
-    massive[:, 11] *= 1000    # only in the second request: the sample of the first cannot know
+    massive[:, 11] *= 1000  # only in the second request: the sample of the first cannot know
     taps = {"r0": {"layer.0.out": plain}, "r1": {"layer.0.out": massive}}
     tap = compare_traces(write_trace("a", taps), write_trace("b", taps)).taps[0]
     assert tap.outliers == (11,) and tap.recomputed and tap.tokens == 600
@@ -291,8 +332,9 @@ def test_heat_map_keeps_the_peak(write_trace: WriteTrace) -> None:
     states = torch.randn(500, 16)
     wrong = states.clone()
     wrong[333] *= -1
-    found = compare_traces(write_trace("a", {"r0": {"layer.0.out": wrong}}),
-                           write_trace("b", {"r0": {"layer.0.out": states}}))
+    found = compare_traces(
+        write_trace("a", {"r0": {"layer.0.out": wrong}}), write_trace("b", {"r0": {"layer.0.out": states}})
+    )
     assert len(found.heat.starts) <= 96 and found.heat.starts[1] == 6
     peak = int(np.argmax(found.heat.values[0]))
     assert found.heat.starts[peak] <= 333 < found.heat.starts[peak] + 6
@@ -305,8 +347,12 @@ def test_paths_progress_and_identity(write_trace: WriteTrace, tmp_path: Path) ->
     write_trace("b", {"r0": taps}, weights={"w": "1", "layers.0.A_log": "3", "v": "4"})
     (tmp_path / "p.yaml").write_text("taps: {'*': {min_cosine: 0.999}}")
     seen: list[tuple[int, int, str]] = []
-    found = compare(tmp_path / "a", tmp_path / "b", policy=tmp_path / "p.yaml",
-                    progress=lambda done, total, what: seen.append((done, total, what)))
+    found = compare(
+        tmp_path / "a",
+        tmp_path / "b",
+        policy=tmp_path / "p.yaml",
+        progress=lambda done, total, what: seen.append((done, total, what)),
+    )
     assert found.outcome == "pass" and seen == [(0, 1, "r0 layer.0.out"), (1, 1, "")]
     assert found.identity == ("other values in layers.0.A_log", "only side b has v")
     assert found.taps[0].judgement.judged_by.startswith("policy")

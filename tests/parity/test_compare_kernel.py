@@ -21,9 +21,14 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.flo
 BOTH: list[Implementation] = ["torch", "numba"]
 
 
-def pair(dtype: torch.dtype, rows: int = 37, width: int = 131, other: torch.dtype | None = None,
-         scale: float = 1.0,
-         damaged: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def pair(
+    dtype: torch.dtype,
+    rows: int = 37,
+    width: int = 131,
+    other: torch.dtype | None = None,
+    scale: float = 1.0,
+    damaged: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A reference and a noisy candidate with two massive channels, zero rows, NaN and infinity."""
     generator = torch.Generator().manual_seed(rows * width)
     b = torch.randn(rows, width, generator=generator, dtype=torch.float64) * scale
@@ -43,15 +48,29 @@ def reference(a: torch.Tensor, b: torch.Tensor, outliers: tuple[int, ...]) -> di
     """FIELDS, channel sums and scales in float64 numpy, written from the contract."""
     x, y = a.double().numpy(), b.double().numpy()
     good = np.isfinite(x) & np.isfinite(y)
-    bad = {"bad_a": (~np.isfinite(x)).sum(1), "bad_b": (~np.isfinite(y)).sum(1),
-           "bad_both": (~np.isfinite(x) & ~np.isfinite(y)).sum(1)}
+    bad = {
+        "bad_a": (~np.isfinite(x)).sum(1),
+        "bad_b": (~np.isfinite(y)).sum(1),
+        "bad_both": (~np.isfinite(x) & ~np.isfinite(y)).sum(1),
+    }
     x, y = np.where(good, x, 0), np.where(good, y, 0)
     kept = [c for c in range(x.shape[1]) if c not in outliers]
     d, xr, yr = x - y, x[:, kept], y[:, kept]
-    out = {"dot": (x * y).sum(1), "aa": (x * x).sum(1), "bb": (y * y).sum(1), "dd": (d * d).sum(1),
-           "sum_abs": abs(d).sum(1), "sum_a": x.sum(1), "sum_b": y.sum(1), "max_abs": abs(d).max(1),
-           "dot_r": (xr * yr).sum(1), "aa_r": (xr * xr).sum(1), "bb_r": (yr * yr).sum(1),
-           "dd_r": ((xr - yr) ** 2).sum(1), **{key: value.astype(float) for key, value in bad.items()}}
+    out = {
+        "dot": (x * y).sum(1),
+        "aa": (x * x).sum(1),
+        "bb": (y * y).sum(1),
+        "dd": (d * d).sum(1),
+        "sum_abs": abs(d).sum(1),
+        "sum_a": x.sum(1),
+        "sum_b": y.sum(1),
+        "max_abs": abs(d).max(1),
+        "dot_r": (xr * yr).sum(1),
+        "aa_r": (xr * xr).sum(1),
+        "bb_r": (yr * yr).sum(1),
+        "dd_r": ((xr - yr) ** 2).sum(1),
+        **{key: value.astype(float) for key, value in bad.items()},
+    }
     out["channels"] = np.stack([(d * d).sum(0), (x * x).sum(0), (y * y).sum(0)])
     # What 1e-6 is relative to: sums that can cancel are measured against what was added.
     out["scale_dot"], out["scale_dot_r"] = np.sqrt(out["aa"] * out["bb"]), np.sqrt(out["aa_r"] * out["bb_r"])
@@ -96,7 +115,7 @@ def ulp_by_rank(a: torch.Tensor, b: torch.Tensor) -> list[int]:
     bits = a.element_size() * 8
     codes = torch.arange(1 << bits).to(torch.int16 if bits == 16 else torch.uint8)
     values = codes.view(a.dtype).double()
-    order = torch.unique(values[~values.isnan()])    # -0 and +0 are one value
+    order = torch.unique(values[~values.isnan()])  # -0 and +0 are one value
     p, q = a.double().flatten(), b.double().flatten()
     distance = (torch.searchsorted(order, p) - torch.searchsorted(order, q)).abs()
     distance[p.isnan() | q.isnan()] = 1 << 20
@@ -138,8 +157,9 @@ def test_shards_merge_to_the_same_bits(implementation: Implementation) -> None:
         parts = []
         for begin, end in zip(cuts, cuts[1:], strict=False):
             rows = slice(begin * BLOCK_ROWS, end * BLOCK_ROWS)
-            parts.append(pair_stats(a[rows], b[rows], outliers=(7,), start=rows.start,
-                                    implementation=implementation))
+            parts.append(
+                pair_stats(a[rows], b[rows], outliers=(7,), start=rows.start, implementation=implementation)
+            )
         joined = merge(reversed(parts))
         assert np.array_equal(joined.sums, whole.sums)
         assert np.array_equal(joined.channels(), whole.channels())
@@ -167,8 +187,10 @@ def test_derived_values_and_zero_rows() -> None:
     stats = pair_stats(a, b)
     assert stats.relative_l2().tolist() == [0, 0, 1, 2**0.5, 1]
     assert stats.cosine().tolist() == [1, 1, 0, 0, 1]
-    assert [flags.tolist() for flags in stats.zero_rows()] == [[False, True, True, False, False],
-                                                               [False, True, False, False, False]]
+    assert [flags.tolist() for flags in stats.zero_rows()] == [
+        [False, True, True, False, False],
+        [False, True, False, False, False],
+    ]
     nothing = pair_stats(torch.zeros(0, 5), torch.zeros(0, 5))
     assert nothing.rows == 0 and nothing.relative_l2().size == 0 and nothing.flat() == (1.0, 0.0)
     against_zero = pair_stats(torch.ones(1, 4), torch.zeros(1, 4))
@@ -191,7 +213,7 @@ def test_outliers_are_the_massive_channels() -> None:
     b[:, 110:140] *= 20
     assert len(pick_outliers(channel_mean_square(b))) == MAX_OUTLIERS
     assert pick_outliers(np.zeros(64)) == ()
-    assert pick_outliers(np.array([1.0, 1, 1, 1e6])) == ()    # too narrow to leave anything out
+    assert pick_outliers(np.array([1.0, 1, 1, 1e6])) == ()  # too narrow to leave anything out
 
 
 def test_choice_of_implementation() -> None:

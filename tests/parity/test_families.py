@@ -11,8 +11,13 @@ from parity.trace import Trace
 
 LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
 IDS = tuple((7 * i) % 61 for i in range(70))  # one full chunk of the delta rule and a rest
-REQUEST = {"id": "r", "token_ids": IDS, "origin": "given", "prompt_tokens": len(IDS),
-           "token_texts": [str(token) for token in IDS]}
+REQUEST = {
+    "id": "r",
+    "token_ids": IDS,
+    "origin": "given",
+    "prompt_tokens": len(IDS),
+    "token_texts": [str(token) for token in IDS],
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +58,9 @@ def test_family_is_tapped(family: str, models: dict[str, Path], torch_worker: Wo
 
 
 @pytest.mark.parametrize("family", LINEAR)
-def test_family_is_switched(family: str, models: dict[str, Path], torch_worker: Worker, fla_worker: Worker,
-                            tmp_path: Path) -> None:
+def test_family_is_switched(
+    family: str, models: dict[str, Path], torch_worker: Worker, fla_worker: Worker, tmp_path: Path
+) -> None:
     """fla's own kernels are proven on every linear layer, and agree with the fallback in fp32."""
     capture_with(torch_worker, spec(models[family]), [REQUEST], tmp_path / "t")
     capture_with(fla_worker, spec(models[family]), [REQUEST], tmp_path / "f")
@@ -63,9 +69,12 @@ def test_family_is_switched(family: str, models: dict[str, Path], torch_worker: 
     linear = [i for i, kind in enumerate(a.manifest.target.layer_types) if kind == "linear_attention"]
     delta = [call for call in a.manifest.backend.calls if call.operator == "delta"]
     assert [(call.layer, call.implementation, call.calls) for call in delta] == [
-        (layer, "fla-interpreted", 1) for layer in linear]
+        (layer, "fla-interpreted", 1) for layer in linear
+    ]
     assert all(call.callee.startswith("fla.ops.gated_delta_rule") for call in delta)
     for layer in range(a.manifest.target.layers):
         got, want = a.tensor("r", f"layer.{layer}.out"), b.tensor("r", f"layer.{layer}.out")
         assert float((got - want).norm() / want.norm()) < 2e-6
-    assert not torch.equal(a.tensor("r", "layer.0.gdn.out"), b.tensor("r", "layer.0.gdn.out")), "the kernels differ"
+    assert not torch.equal(a.tensor("r", "layer.0.gdn.out"), b.tensor("r", "layer.0.gdn.out")), (
+        "the kernels differ"
+    )

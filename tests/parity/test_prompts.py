@@ -15,24 +15,40 @@ from parity.prompts import Prompt, complete, read_prompts
 
 def test_text_file(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("one\n\ntwo\n")
-    assert [(p.id, p.text) for p in read_prompts(tmp_path / "p.txt")] == [("line-1", "one"), ("line-3", "two")]
+    assert [(p.id, p.text) for p in read_prompts(tmp_path / "p.txt")] == [
+        ("line-1", "one"),
+        ("line-3", "two"),
+    ]
 
 
 def test_json_lines(tmp_path: Path) -> None:
-    lines: list[dict[str, Any]] = [{"prompt": "a", "completion": "b"}, {"id": "x", "token_ids": [1, 2]},
-                                   {"messages": [{"role": "user", "content": "q"}], "enable_thinking": False}]
+    lines: list[dict[str, Any]] = [
+        {"prompt": "a", "completion": "b"},
+        {"id": "x", "token_ids": [1, 2]},
+        {"messages": [{"role": "user", "content": "q"}], "enable_thinking": False},
+    ]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
     first, second, third = read_prompts(tmp_path / "p.jsonl")
     assert (first.text, first.completion, second.id, second.token_ids) == ("a", "b", "x", (1, 2))
     assert third.messages == ({"role": "user", "content": "q"},) and third.thinking is False
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ("", "an empty file"), ("  \n\n", "an empty file"), ("{", "no JSON"), ('{"text": "a"}', "keys text"),
-    ('{"prompt": "a", "token_ids": [1]}', "exactly one of"), ('{"prompt": ""}', "none may be empty"),
-    ('{"token_ids": []}', "none may be empty"), ('{"token_ids": [true]}', "whole numbers"),
-    ('{"token_ids": [-1]}', "whole numbers"), ('{"messages": ["a"]}', "list of objects"),
-    ('{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', "id 'x' twice")])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "an empty file"),
+        ("  \n\n", "an empty file"),
+        ("{", "no JSON"),
+        ('{"text": "a"}', "keys text"),
+        ('{"prompt": "a", "token_ids": [1]}', "exactly one of"),
+        ('{"prompt": ""}', "none may be empty"),
+        ('{"token_ids": []}', "none may be empty"),
+        ('{"token_ids": [true]}', "whole numbers"),
+        ('{"token_ids": [-1]}', "whole numbers"),
+        ('{"messages": ["a"]}', "list of objects"),
+        ('{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', "id 'x' twice"),
+    ],
+)
 def test_malformed_files(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(content)
     with pytest.raises(ParityError, match=message):
@@ -74,8 +90,12 @@ CHAT = Prompt(id="c", messages=({"role": "user", "content": "2+2"},))
 
 def test_ids_of_the_server_are_kept(server: Any) -> None:
     address, received, answers = server
-    answers.append(lambda body: (200, {"prompt_token_ids": [5, 6], "choices": [
-        {"message": {"content": " 4"}, "token_ids": [9]}]}))
+    answers.append(
+        lambda body: (
+            200,
+            {"prompt_token_ids": [5, 6], "choices": [{"message": {"content": " 4"}, "token_ids": [9]}]},
+        )
+    )
     got = complete(CHAT, address + "/v1", "m", 8)
     assert (got.completion, got.completion_ids, got.prompt_ids, got.notes) == (" 4", (9,), (5, 6), ())
     path, body = received[0]
@@ -84,8 +104,13 @@ def test_ids_of_the_server_are_kept(server: Any) -> None:
 
 def test_server_that_refuses_ids_is_asked_again(server: Any) -> None:
     address, received, answers = server
-    answers.append(lambda body: (422, {"detail": "unexpected"}) if "return_token_ids" in body else (
-        200, {"choices": [{"message": {"content": "4"}}]}))
+    answers.append(
+        lambda body: (
+            (422, {"detail": "unexpected"})
+            if "return_token_ids" in body
+            else (200, {"choices": [{"message": {"content": "4"}}]})
+        )
+    )
     got = complete(CHAT, address, "m", 8)
     assert got.completion == "4" and got.completion_ids is None and "tokenised again" in got.notes[0]
     assert len(received) == 2
@@ -98,8 +123,14 @@ def test_echoed_prompt_is_cut_and_noted(server: Any) -> None:
     assert got.completion == " a time" and got.completion_ids is None and "which was cut" in got.notes[0]
 
 
-@pytest.mark.parametrize(("answer", "message"), [
-    ((500, {"e": 1}), "HTTP 500"), ((200, {"choices": []}), "an answer without one"), ((200, b"<html>"), "no answer")])
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((500, {"e": 1}), "HTTP 500"),
+        ((200, {"choices": []}), "an answer without one"),
+        ((200, b"<html>"), "no answer"),
+    ],
+)
 def test_server_trouble_is_told(server: Any, answer: tuple[int, Any], message: str) -> None:
     address, _, answers = server
     answers.append(lambda body: answer)

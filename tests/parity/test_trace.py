@@ -8,24 +8,56 @@ import pytest
 import torch
 
 from parity.errors import ParityError
-from parity.trace import BackendProof, CallProof, Manifest, RequestEntry, TapInfo, TargetIdentity, Trace, TraceWriter
+from parity.trace import (
+    BackendProof,
+    CallProof,
+    Manifest,
+    RequestEntry,
+    TapInfo,
+    TargetIdentity,
+    Trace,
+    TraceWriter,
+)
 
 REQUESTED = {"delta": "torch", "conv": "torch"}
 
 
 def entry(name: str, tokens: int = 3) -> RequestEntry:
-    return RequestEntry(id=name, token_ids=tuple(range(tokens)), origin="given", prompt_tokens=tokens,
-                        token_texts=tuple(f"t{i}" for i in range(tokens)))
+    return RequestEntry(
+        id=name,
+        token_ids=tuple(range(tokens)),
+        origin="given",
+        prompt_tokens=tokens,
+        token_texts=tuple(f"t{i}" for i in range(tokens)),
+    )
 
 
 def manifest(*entries: RequestEntry, **changes: Any) -> Manifest:
     values: dict[str, Any] = {
-        "schema": "parity-trace/1", "created": "2026-11-29T00:00:00+00:00", "loader": "AutoModelForCausalLM",
-        "target": TargetIdentity(name="m", revision=None, config_sha256="0", model_type="x", layers=1,
-                                 layer_types=("full_attention",), weights={}),
-        "dtype": "float32", "mode": "prefill", "fingerprint": "f", "environment": {}, "requests": entries,
+        "schema": "parity-trace/1",
+        "created": "2026-11-29T00:00:00+00:00",
+        "loader": "AutoModelForCausalLM",
+        "target": TargetIdentity(
+            name="m",
+            revision=None,
+            config_sha256="0",
+            model_type="x",
+            layers=1,
+            layer_types=("full_attention",),
+            weights={},
+        ),
+        "dtype": "float32",
+        "mode": "prefill",
+        "fingerprint": "f",
+        "environment": {},
+        "requests": entries,
         "backend": BackendProof(requested=REQUESTED, calls=(), valid=True),
-        "taps": (TapInfo(name="layer.0.out", dtype="float32", width=4, layer=0, norm="none", hf_index=1, meaning="m"),)}
+        "taps": (
+            TapInfo(
+                name="layer.0.out", dtype="float32", width=4, layer=0, norm="none", hf_index=1, meaning="m"
+            ),
+        ),
+    }
     return Manifest(**(values | changes))
 
 
@@ -41,7 +73,10 @@ def test_round_trip(tmp_path: Path) -> None:
     assert [request.id for request in trace.requests] == ["a", "b"] and trace.taps == ("layer.0.out",)
     assert torch.equal(trace.tensor("b", "layer.0.out"), torch.ones(3, 4))
     assert not (tmp_path / "t.partial").exists() and sorted(p.name for p in (tmp_path / "t").iterdir()) == [
-        "manifest.json", "request-000000.safetensors", "request-000001.safetensors"]
+        "manifest.json",
+        "request-000000.safetensors",
+        "request-000001.safetensors",
+    ]
 
 
 def test_interrupted_capture_is_resumed_at_the_request(tmp_path: Path) -> None:
@@ -97,8 +132,10 @@ def test_missing_request_is_no_trace(tmp_path: Path) -> None:
 def test_taps_that_share_memory_are_both_written(tmp_path: Path) -> None:
     """`final.prenorm` is the last layer's output: one tensor, two taps."""
     tensor = torch.arange(12.0).reshape(3, 4)
-    taps = tuple(TapInfo(name=name, dtype="float32", width=4, layer=None, norm="none", hf_index=None, meaning="m")
-                 for name in ("x", "y"))
+    taps = tuple(
+        TapInfo(name=name, dtype="float32", width=4, layer=None, norm="none", hf_index=None, meaning="m")
+        for name in ("x", "y")
+    )
     with TraceWriter(tmp_path / "t", "f") as writer:
         writer.add(entry("a"), {"x": tensor, "y": tensor})
         trace = writer.finish(manifest(entry("a"), taps=taps))
@@ -113,7 +150,11 @@ def test_proofs_of_requests_are_merged(tmp_path: Path) -> None:
         writer.add(entry("a"), {"layer.0.out": torch.zeros(3, 4)}, proof=good, position=0)
         writer.add(entry("b"), {"layer.0.out": torch.zeros(3, 4)}, proof=bad, position=1)
         proof = writer.finish(manifest(entry("a"), entry("b"))).manifest.backend
-    assert [c.calls for c in proof.calls] == [4] and not proof.valid and proof.problems == ("layer 0 delta: fla ran",)
+    assert (
+        [c.calls for c in proof.calls] == [4]
+        and not proof.valid
+        and proof.problems == ("layer 0 delta: fla ran",)
+    )
 
 
 def test_reading_is_lazy(tmp_path: Path) -> None:
@@ -128,16 +169,29 @@ def _edit(folder: Path, **changes: Any) -> None:
     (folder / "manifest.json").write_text(json.dumps(data | changes))
 
 
-@pytest.mark.parametrize(("damage", "message"), [
-    (lambda t: (t / "manifest.json").unlink(), "a folder without manifest.json"),
-    (lambda t: (t / "manifest.json").write_text("{"), "no readable JSON"),
-    (lambda t: (t / "manifest.json").write_bytes(b"\xff\xfe"), "no readable JSON"),
-    (lambda t: (t / "manifest.json").write_text("[]"), "schema None"),
-    (lambda t: _edit(t, schema="parity-trace/9"), "schema 'parity-trace/9'"),
-    (lambda t: _edit(t, surprise=1), "surprise"),
-    (lambda t: _edit(t, taps="no"), "taps"),
-    (lambda t: (t / "request-000000.safetensors").unlink(), "no shard 'request-000000.safetensors'"),
-], ids=["no manifest", "half a manifest", "not text", "another JSON", "newer schema", "unknown key", "wrong type", "no shard"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda t: (t / "manifest.json").unlink(), "a folder without manifest.json"),
+        (lambda t: (t / "manifest.json").write_text("{"), "no readable JSON"),
+        (lambda t: (t / "manifest.json").write_bytes(b"\xff\xfe"), "no readable JSON"),
+        (lambda t: (t / "manifest.json").write_text("[]"), "schema None"),
+        (lambda t: _edit(t, schema="parity-trace/9"), "schema 'parity-trace/9'"),
+        (lambda t: _edit(t, surprise=1), "surprise"),
+        (lambda t: _edit(t, taps="no"), "taps"),
+        (lambda t: (t / "request-000000.safetensors").unlink(), "no shard 'request-000000.safetensors'"),
+    ],
+    ids=[
+        "no manifest",
+        "half a manifest",
+        "not text",
+        "another JSON",
+        "newer schema",
+        "unknown key",
+        "wrong type",
+        "no shard",
+    ],
+)
 def test_damage_is_named(damage: Any, message: str, tmp_path: Path) -> None:
     write(tmp_path / "t", "a")
     damage(tmp_path / "t")
