@@ -26,6 +26,7 @@ test: $(READY)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
 
 lint: $(READY)
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo

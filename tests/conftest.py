@@ -5,6 +5,8 @@ import os
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")  # two threads on shared cores were ten times slower
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,33 @@ def build_model(family: str, folder: Path, dtype: torch.dtype = torch.float32) -
             parameter.data = parameter.data.float() + 1e-4 * torch.rand(parameter.shape)  # off the bf16 grid
     model.save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def changed_operator(name: str, change: Callable[..., Any]) -> Iterator[None]:
+    """Change an operator's torch body inside transformers' own wrapper, where the call proof sees it run:
+    `change(body, *args, **kwargs)` is called in its place."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    wrapper = vars(modeling)[name]
+    cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("implementation")]
+    body = cell.cell_contents
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return change(body, *args, **kwargs)
+
+    changed.__module__ = body.__module__
+    cell.cell_contents = changed
+    try:
+        yield
+    finally:
+        cell.cell_contents = body
+
+
+@pytest.fixture(scope="session")
+def change_operator() -> Callable[..., Any]:
+    """`changed_operator`, for tests that plant a fault in the model's own code path."""
+    return changed_operator
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,8 @@
 Planted in the model's own code path (its operators, its parameters), never in the numbers compared.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,48 +15,34 @@ from parity.compare import Comparison, compare_traces
 from parity.compare_report import report_of
 from parity.model.backends import parse
 from parity.model.capturing import capture
+from parity.model.corpus import conversation
 from parity.model.target import Target, TargetSpec, load
+from parity.model.tiny import embedded
+from parity.model.tokens import entries
+from parity.prompts import Prompt
 from parity.trace import Trace
 
-TOKENS = 150
-IDS = [(7 * i + i * i) % 61 for i in range(TOKENS)]
-REQUEST = {
-    "id": "r",
-    "token_ids": IDS,
-    "origin": "given",
-    "prompt_tokens": TOKENS,
-    "token_texts": [str(token) for token in IDS],
-}
+Fault = Callable[[Target, Any], Any]
 
 
-@contextmanager
-def operator(name: str, change: Callable[..., Any]) -> Iterator[None]:
-    """Replace an operator's torch body inside transformers' own wrapper by a changed one."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
-
-    wrapper = vars(modeling)[name]
-    cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("implementation")]
-    body = cell.cell_contents
-
-    def changed(*args: Any, **kwargs: Any) -> Any:
-        return change(body, *args, **kwargs)
-
-    changed.__module__ = body.__module__
-    cell.cell_contents = changed
-    try:
-        yield
-    finally:
-        cell.cell_contents = body
+@pytest.fixture(scope="module")
+def request_() -> dict[str, Any]:
+    """A held-out conversation of the embedded corpus: more than two chunks of the delta rule."""
+    messages = tuple(dict(message) for message in conversation(1, "held_out", 170))
+    prompt = asdict(Prompt(id="r", messages=messages))
+    made = entries(str(embedded("hybrid")), None, [prompt], None)[0]
+    assert len(made.token_ids) > 128
+    return made.model_dump()
 
 
-def rounded_a_log(target: Target) -> Any:
+def rounded_a_log(target: Target, operator: Any) -> Any:
     """A_log held in bfloat16: the decay is slightly off, which token 0 cannot see."""
     for module in target.linear.values():
         module.A_log.data = module.A_log.data.bfloat16().float()
     return operator("causal_conv1d_fn", lambda body, *a, **k: body(*a, **k))
 
 
-def dropped_state(_: Target) -> Any:
+def dropped_state(_: Target, operator: Any) -> Any:
     """The recurrent state is lost after every 64 tokens."""
 
     def change(body: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
@@ -75,33 +61,35 @@ def dropped_state(_: Target) -> Any:
     return operator("torch_chunk_gated_delta_rule", change)
 
 
-def shifted_convolution(_: Target) -> Any:
+def shifted_convolution(_: Target, operator: Any) -> Any:
     """The convolution's taps are one place off."""
     return operator("causal_conv1d_fn", lambda body, x, weight, *a, **k: body(x, weight.roll(1, -1), *a, **k))
 
 
-def nothing(_: Target) -> Any:
+def nothing(_: Target, operator: Any) -> Any:
     """The same wrapper with nothing changed: the plant itself must not be what is found."""
     return operator("torch_chunk_gated_delta_rule", lambda body, *a, **k: body(*a, **k))
 
 
-def traced(folder: Path, model: Path, fault: Callable[[Target], Any]) -> Trace:
-    target = load(TargetSpec(model=str(model), dtype="float32"))
-    with fault(target):
-        capture(target, [REQUEST], folder, backend=parse("torch"), fingerprint=folder.name)
+def traced(folder: Path, request: dict[str, Any], fault: Fault, operator: Any) -> Trace:
+    target = load(TargetSpec(model=str(embedded("hybrid")), dtype="float32"))
+    with fault(target, operator):
+        capture(target, [request], folder, backend=parse("torch"), fingerprint=folder.name)
     return Trace.open(folder)
 
 
 @pytest.fixture(scope="module")
-def healthy(hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    return traced(tmp_path_factory.mktemp("healthy") / "t", hybrid, nothing)
+def healthy(
+    request_: dict[str, Any], change_operator: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Trace:
+    return traced(tmp_path_factory.mktemp("healthy") / "t", request_, nothing, change_operator)
 
 
 @pytest.fixture(scope="module")
-def golden(hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Trace:
+def golden(request_: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Trace:
     folder = tmp_path_factory.mktemp("golden") / "t"
-    target = load(TargetSpec(model=str(hybrid), dtype="float32"))
-    capture(target, [REQUEST], folder, backend=parse("golden"), fingerprint="g")
+    target = load(TargetSpec(model=str(embedded("hybrid")), dtype="float32"))
+    capture(target, [request_], folder, backend=parse("golden"), fingerprint="g")
     return Trace.open(folder)
 
 
@@ -115,16 +103,17 @@ FAULTS = [
 @pytest.mark.parametrize("judge", ["floor", "golden"])
 @pytest.mark.parametrize(("fault", "tap", "token"), FAULTS, ids=[fault.__name__ for fault, _, _ in FAULTS])
 def test_fault_is_found_at_its_layer_and_token(
-    fault: Callable[[Target], Any],
+    fault: Fault,
     tap: str,
     token: int,
     judge: str,
-    hybrid: Path,
+    request_: dict[str, Any],
+    change_operator: Any,
     healthy: Trace,
     golden: Trace,
     tmp_path: Path,
 ) -> None:
-    faulty = traced(tmp_path / "t", hybrid, fault)
+    faulty = traced(tmp_path / "t", request_, fault, change_operator)
     for taps, first in ((None, tap), (["layer.?.out"], "layer.0.out")):
         found: Comparison = compare_traces(
             faulty, healthy, golden=golden if judge == "golden" else None, taps=taps
@@ -139,9 +128,9 @@ def test_fault_is_found_at_its_layer_and_token(
 
 @pytest.mark.parametrize("judge", ["floor", "golden"])
 def test_healthy_pair_is_silent(
-    judge: str, hybrid: Path, healthy: Trace, golden: Trace, tmp_path: Path
+    judge: str, request_: dict[str, Any], change_operator: Any, healthy: Trace, golden: Trace, tmp_path: Path
 ) -> None:
-    again = traced(tmp_path / "t", hybrid, nothing)
+    again = traced(tmp_path / "t", request_, nothing, change_operator)
     found = compare_traces(again, healthy, golden=golden if judge == "golden" else None)
     assert found.outcome == "pass" and found.first_bad is None
     assert all(control.refused is not False for tap in found.taps for control in tap.controls)
