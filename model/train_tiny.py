@@ -384,7 +384,13 @@ def main() -> None:
     torch.set_num_threads(1)  # two threads on shared cores were ten times slower
     hide_kernels()
     if options.measure:
-        print(json.dumps(asdict(measure(*load(options.measure), tasks=options.tasks, rows=options.rows))))
+        print(
+            json.dumps(
+                asdict(
+                    measure(*load(options.measure), tasks=options.tasks, rows=options.rows, seed=options.seed)
+                )
+            )
+        )
         return
     if not options.out:
         parser.error("one of --out and --measure is needed")

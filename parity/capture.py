@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -29,12 +29,15 @@ Progress = Callable[[dict[str, Any]], None]
 
 
 class WorkerCrash(Exception):
-    """A worker process died, or raised something that is not the user's to put right."""
+    """A worker process died, or raised something that is not the user's to put right.
 
-    def __init__(self, backend: str, found: str, tail: str) -> None:
+    `dead` says which: after an exception the process still serves other jobs.
+    """
+
+    def __init__(self, backend: str, found: str, tail: str, *, dead: bool) -> None:
         last = tail.strip().splitlines()[-1:] or ["nothing on its standard error"]
         super().__init__(f"the {backend} worker {found}: {last[0]}")
-        self.backend, self.found, self.tail = backend, found, tail
+        self.backend, self.found, self.tail, self.dead = backend, found, tail, dead
 
 
 class Worker:
@@ -74,7 +77,10 @@ class Worker:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._stderr):
             if stream is not None:
-                stream.close()
+                with suppress(
+                    BrokenPipeError
+                ):  # what was still to be sent to a dead process is lost, and may be
+                    stream.close()
 
     def call(self, do: str, progress: Progress | None = None, **job: Any) -> dict[str, Any]:
         """Do one job and wait for its result. Raises ParityError as the job did, WorkerCrash where it died."""
@@ -104,10 +110,10 @@ class Worker:
                 return dict(answer.get("result", {}))
             if "asked" in answer:
                 raise ParityError(answer["asked"], answer["found"], answer["do"])
-            raise WorkerCrash(self.backend, "raised an exception", answer["traceback"][-4000:])
+            raise WorkerCrash(self.backend, "raised an exception", answer["traceback"][-4000:], dead=False)
         code = self._process.wait()
         found = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        raise WorkerCrash(self.backend, found, self._tail())
+        raise WorkerCrash(self.backend, found, self._tail(), dead=True)
 
     def _tail(self) -> str:
         self._stderr.seek(0)

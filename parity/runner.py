@@ -326,7 +326,10 @@ class _Gathering:
             return False
         except WorkerCrash as crash:
             self.absent[name] = str(crash)
-            self.crashes[worker.backend] = (f"{crash.found}, at {name}", crash.tail)
+            self.crashes[worker.backend if crash.dead else f"{worker.backend}.{name}"] = (
+                f"{crash.found}, at {name}",
+                crash.tail,
+            )
             return False
         return True
 

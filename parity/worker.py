@@ -166,6 +166,10 @@ class Server:
         """The interpreter's error against fp64."""
         from parity.model import interpreter
 
+        if self.problems:
+            raise ParityError(
+                "the interpreter's self-test", self.problems[0], "install flash-linear-attention and triton"
+            )
         return {"error": interpreter.self_test(dtype), "limit": interpreter.SELF_TEST_LIMIT[dtype]}
 
 

@@ -1,0 +1,175 @@
+"""`parity check` as a whole: on the embedded target, with fla hidden, with a worker that dies."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from parity import runner
+from parity.capture import Worker, WorkerCrash
+from parity.errors import ParityError
+from parity.reports import to_html, to_text
+from parity.reports.record import Finding, Report
+from parity.trace import Trace
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+    """One full check of the embedded target: the first answer a new user gets."""
+    traces = tmp_path_factory.mktemp("check") / "traces"
+    return runner.check(traces=traces), traces
+
+
+def finding(report: Report, name: str) -> Finding:
+    return next(f for f in report.findings if f.name == name)
+
+
+def test_everything_passes_and_all_but_wiring_is_ruled_out(checked: tuple[Report, Path]) -> None:
+    report, _ = checked
+    assert report.outcome == "pass" and {f.outcome for f in report.findings} == {"pass"}
+    verdicts = {s.name: s.verdict for s in report.suspicions}
+    assert verdicts.pop("the trainer's wiring is not what it is declared to be") == "not tested"
+    assert set(verdicts.values()) == {"ruled out"} and len(verdicts) == 9
+
+
+def test_interpreted_kernels_are_proven_on_every_linear_layer(checked: tuple[Report, Path]) -> None:
+    """Four passes of one row, and no interpreted call more: that is what a check costs."""
+    report, traces = checked
+    names = ("other.bf16", "other.bf16.local", "other.fp32", "other.fp32.local")
+    calls = {
+        name: [c for c in Trace.open(traces / name).manifest.backend.calls if c.operator == "delta"]
+        for name in names
+    }
+    linear = [layer for layer in range(12) if layer % 4 != 3]
+    for name in names:
+        assert [(c.layer, c.implementation, c.calls) for c in calls[name]] == [
+            (layer, "fla-interpreted", 1) for layer in linear
+        ]
+        assert len(Trace.open(traces / name).requests[0].token_ids) <= 160
+    assert dict(report.subject)["delta-rule calls on fla-interpreted"] == 36
+
+
+def test_layers_agree_as_promised(checked: tuple[Report, Path]) -> None:
+    """fp32 within 2e-6 at every layer; in bf16 linear layers differ locally and full attention by exactly 0."""
+    report, _ = checked
+    fp32, bf16 = (report.table(f"layers.{dtype}") for dtype in ("fp32", "bf16"))
+    keys = [column.key for column in fp32.columns]
+    local, inherited, cosine = (keys.index(key) for key in ("local", "inherited", "cosine_min"))
+    for row in fp32.rows:
+        assert isinstance(row[inherited], float) and row[inherited] <= 2e-6
+    for row in bf16.rows:
+        size = row[local]
+        assert isinstance(size, float) and (size > 1e-4 if row[1] == "linear" else size == 0)
+    lowest = min(float(str(row[cosine])) for row in bf16.rows)
+    assert 0.99 < lowest < 0.9999
+
+
+def test_report_is_painted(checked: tuple[Report, Path]) -> None:
+    report, _ = checked
+    text, page = to_text.paint(report), to_html.paint(report)
+    assert max(map(len, text.splitlines())) <= 80 and text.startswith("PASS")
+    assert len(page.encode()) < 3 << 20 and "http://" not in page.split("<body", 1)[0].split("<script", 1)[0]
+
+
+def test_traces_of_an_earlier_check_are_replaced_and_nothing_else(
+    checked: tuple[Report, Path], tmp_path: Path
+) -> None:
+    _, traces = checked
+    assert {"torch.fp32", "golden"} <= {path.name for path in traces.iterdir()}
+    runner._keep(traces, tmp_path / "kept")
+    runner._keep(traces, tmp_path / "kept")
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ParityError, match="a folder that parity did not make"):
+        runner._keep(traces, tmp_path / "mine")
+
+
+def test_hidden_fla_is_found_not_passed(tmp_path: Path) -> None:
+    """fla hidden in the other worker: torch runs in its place, every number agrees, and the check fails."""
+    report = runner.check(hide=("fla",))
+    dispatch = finding(report, "dispatch")
+    assert report.outcome == "fail" and (dispatch.outcome, dispatch.fault) == ("fail", "dispatch")
+    assert "fla's kernels could not be set up" in dispatch.sentence
+    first = report.suspicions[0]
+    assert first.name == "the kernels that were asked for never ran" and first.verdict == "found"
+
+
+def test_backend_that_cannot_run_is_skipped_with_the_reason(hybrid: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"token_ids": list(range(40))}))
+    report = runner.check(model=str(hybrid), prompts=tmp_path / "p.jsonl", backend="fla")
+    assert finding(report, "kernels.fp32").outcome == "skipped"
+    assert "no CUDA device" in finding(report, "kernels.fp32").sentence
+    verdicts = {s.name: s.verdict for s in report.suspicions}
+    assert verdicts["the kernels compute another function"] == "not tested"
+    assert verdicts["torch's fallback itself is wrong"] == "ruled out"
+
+
+def test_dense_model_says_what_was_not_asked(models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"token_ids": list(range(40))}))
+    report = runner.check(model=str(models["llama"]), prompts=tmp_path / "p.jsonl")
+    assert report.outcome == "pass"
+    for name in ("dispatch", "kernels", "operators"):
+        assert (
+            finding(report, name).outcome == "skipped"
+            and "no linear-attention layer" in finding(report, name).sentence
+        )
+    assert finding(report, "golden").outcome == finding(report, "loading.AutoModel").outcome == "pass"
+
+
+def test_unknown_model_is_the_users_to_put_right() -> None:
+    with pytest.raises(ParityError, match="no such folder"):
+        runner.check(model="/no/such/model")
+
+
+def test_dying_worker_is_told_with_its_last_words(hybrid: Path) -> None:
+    with Worker("torch") as worker:
+        worker.call("describe", spec={"model": str(hybrid), "dtype": "float32"})
+        threading.Timer(0.5, lambda: os.kill(worker._process.pid, signal.SIGKILL)).start()
+        time.sleep(1)
+        with pytest.raises(WorkerCrash, match="was killed by signal 9") as crash:
+            worker.call("describe", spec={"model": str(hybrid), "dtype": "float32"})
+    assert crash.value.tail
+
+
+def test_exception_in_a_worker_is_told_with_its_traceback(hybrid: Path) -> None:
+    with Worker("torch") as worker, pytest.raises(WorkerCrash, match="raised an exception") as crash:
+        worker.call("describe", spec={"nonsense": 1})
+    assert "TypeError" in crash.value.tail
+
+
+def test_probe_that_breaks_is_an_error_and_the_others_go_on() -> None:
+    class Broken:
+        name = "broken"
+
+        def load(self) -> "Broken":
+            return self
+
+        def run(self, _: object) -> None:
+            raise ZeroDivisionError("oh")
+
+    answer = runner._ask(Broken(), None)  # type: ignore[arg-type]
+    assert answer.findings[0].outcome == "error" and "ZeroDivisionError: oh" in answer.findings[0].sentence
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "verdict"),
+    [
+        (["pass", "pass"], "ruled out"),
+        (["pass", "fail"], "found"),
+        (["skipped"], "not tested"),
+        (["error", "pass"], "not tested"),
+        ([], "not tested"),
+        (["pass", "skipped"], "ruled out"),
+        (["warn"], "ruled out"),
+    ],
+)
+def test_suspicions(outcomes: list[str], verdict: str) -> None:
+    findings = [
+        Finding(name=f"golden.{i}", outcome=outcome, sentence="s", next_step="n")  # type: ignore[arg-type]
+        for i, outcome in enumerate(outcomes)
+    ]
+    answer = next(s for s in runner.suspicions(findings) if s.name == "torch's fallback itself is wrong")
+    assert answer.verdict == verdict
