@@ -23,11 +23,10 @@ class Kernels:
     def run(self, evidence: Evidence) -> Answer:
         """Findings of the gates in both dtypes, of the local errors, and the per-layer tables."""
         if not evidence.linear:
-            return skipped(
-                "kernels",
-                "no linear-attention layer in this model: every backend runs the same code",
-                "nothing; name a model with linear-attention layers to compare kernels",
-            )
+            why = "no linear-attention layer in this model: every backend runs the same code"
+            step = "nothing; name a model with linear-attention layers to compare kernels"
+            names = ("kernels.fp32", "kernels.bf16")
+            return Answer(findings=tuple(f for name in names for f in skipped(name, why, step).findings))
         answers = [self._one(evidence, dtype) for dtype in ("fp32", "bf16")]
         return Answer(
             findings=tuple(finding for answer in answers for finding in answer.findings),

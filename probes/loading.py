@@ -52,7 +52,7 @@ class Loading:
             return Finding(
                 name=name,
                 outcome="skipped",
-                sentence=f"not compared: {why}",
+                sentence=f"not compared: {evidence.absent.get(name, why)}",
                 next_step="nothing, unless your trainer loads the target this way",
             )
         taps = [tap for tap in evidence.traces[name].taps if tap in evidence.traces["torch.fp32"].taps]

@@ -1,5 +1,6 @@
 """Completions from a real OpenAI-compatible server: `transformers serve --device cpu` on the embedded target."""
 
+import json
 import os
 import socket
 import subprocess
@@ -77,9 +78,8 @@ def greedy(question: str, new_tokens: int) -> str:
 
 def test_traces_cover_what_is_served(server: str, tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
-    prompts.write_text(
-        "".join('{"messages": [{"role": "user", "content": "%s"}]}\n' % question for question in QUESTIONS)
-    )
+    messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    prompts.write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages))
     model = str(embedded("hybrid"))
     result = capture_to(
         tmp_path / "t",
