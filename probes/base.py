@@ -135,7 +135,7 @@ def compare_pair(
     return PairAnswer(
         comparison=comparison,
         findings=findings,
-        tables=tuple(replace(table, detail=True) for table in tables),
+        tables=tuple(replace(table, detail=True, title=f"{table.title} ({name})") for table in tables),
     )
 
 

@@ -145,7 +145,9 @@ def _place(plot: Plot) -> alt.X:
     column, places = plot.columns["x"], _distinct(plot.rows["x"])
     title = words.heading(column)
     if not words.is_numeric(column):
-        return alt.X("x:N", title=title, sort=None, axis=alt.Axis(grid=False, labelAngle=0))
+        # a dozen names fit beside each other; more of them stand
+        angle = 0 if len(places) <= 12 else -60
+        return alt.X("x:N", title=title, sort=None, axis=alt.Axis(grid=False, labelAngle=angle))
     axis: dict[str, Any] = {"tickMinStep": 1} if column.kind == "int" else {}
     if len(places) <= 3:  # between two or three layers an axis would label halves
         axis["values"] = places
