@@ -13,6 +13,7 @@ across Python versions for the calls used here. Read it with
 """
 
 import hashlib
+import itertools
 import random
 import re
 import string
@@ -344,13 +345,20 @@ def conversation(
 
 
 def held_out_tasks(n: int, seed: int = 0, *, one_right_answer: bool = True) -> list[Task]:
-    """Draw n different held-out tasks, the kinds in turn; by default only kinds with one right answer."""
+    """Draw n different held-out tasks, the kinds in turn; by default only kinds with one right answer.
+
+    Some kinds have few questions (about twenty held-out splits); once used up they are left out.
+    """
     rng = random.Random(f"held out {seed}")
     kinds = [kind for kind in KINDS if not one_right_answer or kind in ONE_RIGHT_ANSWER]
     made: dict[str, Task] = {}
-    while len(made) < n:
-        one = task(rng, "held_out", [kinds[len(made) % len(kinds)]])
-        made.setdefault(one.question, one)
+    for turn in itertools.count():
+        if len(made) == n:
+            break
+        drawn = (task(rng, "held_out", [kinds[turn % len(kinds)]]) for _ in range(500))
+        fresh = next((one for one in drawn if one.question not in made), None)
+        if fresh is not None:
+            made[fresh.question] = fresh
     return list(made.values())
 
 

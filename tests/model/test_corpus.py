@@ -154,3 +154,9 @@ def test_held_out_tasks_go_through_the_kinds_in_turn() -> None:
     assert [task.kind for task in tasks] == list(corpus.ONE_RIGHT_ANSWER) * 2
     assert len({task.question for task in tasks}) == 18
     assert {task.kind for task in corpus.held_out_tasks(14, one_right_answer=False)} == set(corpus.KINDS)
+
+
+def test_more_tasks_than_a_small_kind_has_questions() -> None:
+    tasks = corpus.held_out_tasks(420, one_right_answer=False)
+    assert len({task.question for task in tasks}) == 420
+    assert sum(task.kind == "split" for task in tasks) < 420 // len(corpus.KINDS)
