@@ -133,7 +133,7 @@ def tokenizer() -> "PreTrainedTokenizerFast":
 def data_root() -> Path:
     """Return the folder that holds the embedded models and sha256.json."""
     # joinpath, then str: the files of a package without __init__.py are a MultiplexedPath, not a path.
-    return Path(str(resources.files("parity.model").joinpath("data")))
+    return Path(str(resources.files("parity.model").joinpath("embedded")))
 
 
 def embedded(name: Name = "hybrid", *, root: Path | None = None) -> Path:

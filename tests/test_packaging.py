@@ -209,7 +209,7 @@ def test_wheel_holds_all_files_of_the_packages(wheel: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {str(p) if p.parts[0] == "parity" else f"parity/{p}" for p in source_files()}
     for path in repository_files():  # and the data that package-data promises
-        if path.parts[:2] == ("model", "data") or (path.parts[0] == "reports" and path.suffix == ".html"):
+        if path.parts[:2] == ("model", "embedded") or (path.parts[0] == "reports" and path.suffix == ".html"):
             expected.add(f"parity/{path}")
     assert held == expected | {"parity/py.typed"}
 
