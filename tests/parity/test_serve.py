@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,14 +31,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        Path(sys.executable).parent / "transformers",
-        "serve",
-        "--device",
-        "cpu",
-        "--host",
-        "127.0.0.1",
-    ]
+    program = str(Path(sys.executable).parent / "transformers")
+    command = [program, "serve", "--device", "cpu", "--host", "127.0.0.1"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [*command, "--port", str(port)],
@@ -64,16 +59,14 @@ def greedy(question: str, new_tokens: int) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = embedded("hybrid")
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    encoded = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    asked = [{"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
     with torch.no_grad():
-        out = model.generate(**encoded, max_new_tokens=new_tokens, do_sample=False)
-    return str(tokenizer.decode(out[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True))
+        out = model.generate(ids, max_new_tokens=new_tokens, do_sample=False)
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 def test_traces_cover_what_is_served(server: str, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def eager(target: Target, _: Change) -> AbstractContextManager[Any]:
 
 def off_norm(target: Target, _: Change) -> AbstractContextManager[Any]:
     """One value of one parameter is off, as after loading another checkpoint."""
-    target.layers[1].mlp.up_proj.weight.data[0, 0] += 0.5
+    target.layers[1].get_parameter("mlp.up_proj.weight").data[0, 0] += 0.5
     return nullcontext()
 
 
