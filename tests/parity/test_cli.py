@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import pytest
 
 from parity.cli import main as cli
+from parity.reports import to_json
+from parity.reports.record import Report
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -252,14 +253,19 @@ def test_flags_are_a_promise() -> None:
     } == FLAGS
 
 
-@pytest.mark.parametrize("command", [["--help"], ["probes"], ["check", "--help"]])
-def test_quick_commands_are_quick(command: list[str]) -> None:
+@pytest.mark.parametrize("command", ["--help", "probes", "show"])
+def test_quick_commands_are_quick(command: str, tmp_path: Path) -> None:
     """Processor time, the least of five runs: the machine is shared. The promise is .3 s."""
+    report = Report(
+        kind="check", title="t", created="2026-01-01T00:00:00Z", command="c", subject=(), findings=()
+    )
+    (tmp_path / "report.json").write_text(to_json.paint(report))
+    arguments = [command, str(tmp_path)] if command == "show" else [command]
     times = []
     for _ in range(5):
-        start = time.process_time(), _children()
-        subprocess.run([sys.executable, "-m", "parity", *command], check=True, capture_output=True)
-        times.append(_children() - start[1])
+        start = _children()
+        subprocess.run([sys.executable, "-m", "parity", *arguments], check=True, capture_output=True)
+        times.append(_children() - start)
     assert min(times) < 0.3, times
 
 
