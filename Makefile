@@ -4,11 +4,13 @@
 #   make test     the tests; ARGS="-k word" for some, ARGS="-m optin" for those with a package of their own
 #   make lint     ruff, mypy (strict), import-linter
 #   make wheel    sdist, and the wheel built from it, in dist/
+#   make peers    other trainers and readers, which tests/peers/ compares ours with
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
+PEERS := $(VENV)/.peers
 EXTRAS := dev,gguf,serve
 ARGS ?=
 
@@ -16,7 +18,7 @@ ARGS ?=
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: check test lint wheel
+.PHONY: check test lint wheel peers
 .DELETE_ON_ERROR:
 
 check: $(READY)
@@ -40,4 +42,11 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (the first time: about 3 GB, two minutes)"
 	$(BIN)/python -m pip install --disable-pip-version-check -qq \
 	    -c constraints.txt -e '.[$(EXTRAS)]'
+	touch $@
+
+peers: $(PEERS)
+
+# Without dependencies: the peers' pins contradict ours (constraints-peers.txt). Nothing that is there changes.
+$(PEERS): constraints-peers.txt | $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check -qq --no-deps -r constraints-peers.txt
 	touch $@

@@ -1,6 +1,6 @@
 """Promises about imports that the linter cannot see: what starting costs, and lists that must be whole."""
 
-import resource
+import json
 import subprocess
 import sys
 import tomllib
@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from parity.reports import to_json
+from parity.reports.record import Report
+
 ROOT = Path(__file__).resolve().parent.parent
 
 HEAVY = ("torch", "transformers", "numpy", "pandas", "scipy", "numba", "triton", "altair", "datasets")
-"""None of these may be loaded by `parity --help`: each costs more than the whole command may take."""
+"""None of these may be loaded by a quick command: each costs more than the whole command may take."""
 
-HELP = f"""
-import runpy, sys
-sys.argv = ["parity", "--help"]
+RUN = f"""
+import json, runpy, sys
+sys.argv = ["parity", *json.loads(sys.argv[1])]
 try:
     runpy.run_module("parity", run_name="__main__", alter_sys=True)
 except SystemExit as ended:
@@ -24,9 +27,9 @@ print("HEAVY", *(name for name in {HEAVY} if name in sys.modules))
 """
 
 
-def run_help(before: str = "") -> str:
-    """Standard output of `parity --help` in a process of its own; `before` runs first in that process."""
-    command = [sys.executable, "-c", before + HELP]
+def run(*arguments: str, before: str = "") -> str:
+    """Standard output of a command in a process of its own; `before` runs first in that process."""
+    command = [sys.executable, "-c", before + RUN, json.dumps(arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -37,35 +40,24 @@ def heavy(output: str) -> list[str]:
     return output.splitlines()[-1].split()[1:]
 
 
-def test_help_loads_nothing_heavy() -> None:
-    output = run_help()
-    assert "check" in output and "--help" in output
-    assert heavy(output) == []
+@pytest.mark.parametrize("command", ["--help", "probes", "show"])
+def test_quick_commands_load_nothing_heavy(command: str, tmp_path: Path) -> None:
+    """What makes them start in under .3 s; the seconds are printed by tests/bench/bench_startup.py."""
+    report = Report(kind="check", title="t", created="2026-01-01", command="c", subject=(), findings=())
+    (tmp_path / "report.json").write_text(to_json.paint(report))
+    output = run(command, *([str(tmp_path)] if command == "show" else []))
+    assert len(output.splitlines()) > 3 and heavy(output) == []
 
 
 def test_the_test_above_can_fail() -> None:
     """The same run notices one heavy package that was imported from inside the package."""
-    assert "numpy" in heavy(run_help("import parity.errors, numpy\n"))
+    assert "numpy" in heavy(run("--help", before="import parity.errors, numpy\n"))
 
 
 def test_importing_parity_loads_nothing_heavy() -> None:
     code = f"import sys, parity, parity.errors; print('HEAVY', *(n for n in {HEAVY} if n in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert heavy(done.stdout) == []
-
-
-@pytest.mark.parametrize("limit", [0.3])
-def test_help_is_quick(limit: float) -> None:
-    """Processor seconds of `parity --help`, the best of a few: other work on the machine counts little."""
-    best = float("inf")
-    for _ in range(8):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "parity", "--help"], cwd=ROOT, capture_output=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        if best < limit:
-            break
-    assert best < limit
 
 
 def test_painters_in_the_import_contract_are_the_painters_of_the_folder() -> None:

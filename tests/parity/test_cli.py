@@ -1,7 +1,5 @@
 """The command line as a hurried person meets it: flags, messages of two lines, exit codes, nothing half-written."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +7,6 @@ from typing import Any
 import pytest
 
 from parity.cli import main as cli
-from parity.reports import to_json
-from parity.reports.record import Report
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -251,26 +247,3 @@ def test_flags_are_a_promise() -> None:
         - {"--help"}
         for name, command in group.commands.items()
     } == FLAGS
-
-
-@pytest.mark.parametrize("command", ["--help", "probes", "show"])
-def test_quick_commands_are_quick(command: str, tmp_path: Path) -> None:
-    """Processor time, the least of five runs: the machine is shared. The promise is .3 s."""
-    report = Report(
-        kind="check", title="t", created="2026-01-01T00:00:00Z", command="c", subject=(), findings=()
-    )
-    (tmp_path / "report.json").write_text(to_json.paint(report))
-    arguments = [command, str(tmp_path)] if command == "show" else [command]
-    times = []
-    for _ in range(5):
-        start = _children()
-        subprocess.run([sys.executable, "-m", "parity", *arguments], check=True, capture_output=True)
-        times.append(_children() - start)
-    assert min(times) < 0.3, times
-
-
-def _children() -> float:
-    import resource
-
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
