@@ -1,7 +1,9 @@
 """One trace from one loaded target, in this process: forward by forward, request by request."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -45,7 +47,7 @@ def capture(
     entries = [RequestEntry.model_validate(request) for request in requests]
     calls: list[Call] = []
     infos: tuple[Any, ...] = ()
-    with TraceWriter(out, fingerprint) as writer:
+    with TraceWriter(out, fingerprint) as writer, _Behind() as behind:
         for position, entry in enumerate(entries):
             if position % world != rank:
                 continue
@@ -62,9 +64,10 @@ def capture(
                     keep_calls=operators is not None,
                     problems=problems,
                 )
-                writer.add(entry, result.taps, proof=result.proof, position=position)
+                behind.do(partial(writer.add, entry, result.taps, proof=result.proof, position=position))
                 infos, calls = describe_taps(target, result.taps), [*calls, *result.calls]
             progress(done=position + 1, total=len(entries), request=entry.id)
+        behind.wait()
         if operators is not None:
             save_calls(calls, operators)
         if rank != 0:
@@ -81,6 +84,31 @@ def capture(
         "problems": proof.problems,
         "calls": [call.model_dump() for call in proof.calls],
     }
+
+
+class _Behind:
+    """Writes one request while the next is computed; at most one write waits, so memory stays bounded."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
+
+    def __enter__(self) -> "_Behind":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown(wait=True)
+
+    def do(self, write: Callable[[], None]) -> None:
+        """Hand over one write, after the one before it. Raises what that one raised."""
+        self.wait()
+        self._pending = self._pool.submit(write)
+
+    def wait(self) -> None:
+        """Until the last write is done. Raises what it raised."""
+        if self._pending is not None:
+            self._pending.result()
+        self._pending = None
 
 
 def _sample(target: Target, entry: RequestEntry, backend: Backend, taps: Sequence[str] | None) -> Forward:

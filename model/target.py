@@ -541,7 +541,8 @@ class _TapRecorder:
 
     def _keep(self, name: str, value: Tensor) -> None:
         if name in self.parts:
-            self.parts[name].append(value[0].detach().clone().cpu())
+            row = value[0].detach()
+            self.parts[name].append(torch.empty(row.shape, dtype=row.dtype).copy_(row))
 
     def operator(self, layer: int, operator: str, output: Tensor) -> None:
         """Record `conv.out` ([rows, channels, tokens]) or `gdn.out` ([rows, tokens, heads, width])."""
@@ -560,7 +561,8 @@ class _TapRecorder:
         joined = {}
         for name, parts in self.parts.items():
             if parts:
-                joined[name] = torch.cat([part[-size:] for part, size in zip(parts, sizes, strict=True)])
+                new = [part[-size:] for part, size in zip(parts, sizes, strict=True)]
+                joined[name] = new[0] if len(new) == 1 else torch.cat(new)  # one step needs no copy
         return joined
 
     def _sizes(self) -> list[Tensor]:

@@ -74,6 +74,8 @@ def check(
         other=backend or ("fla" if backends.missing(backends.parse("fla")) is None else "fla-interpreted"),
     )
     backends.parse(subject.other)
+    if traces is not None:
+        _refuse_foreign(traces)  # now, not after a minute of work
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
         folder = Path(scratch)
         with _progress(subject) as step:
@@ -83,6 +85,16 @@ def check(
         if traces is not None:
             _keep(folder, traces)
     return report
+
+
+UNREAD: dict[str, Any] = {
+    "layer_types": [],
+    "kept_float32": [],
+    "unchecked": "the target could not be read",
+    "parameters": 0,
+    "class": "unknown",
+}
+"""What is known of a target whose worker died before it could say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +156,7 @@ class _Gathering:
         self.crashes: dict[str, tuple[str, str]] = {}
         self.operators: dict[str, Path] = {}
         self.self_tests: dict[str, tuple[float, float]] = {}
-        self.target: dict[str, Any] = {}
+        self.target: dict[str, Any] = dict(UNREAD)
         self.requests: list[dict[str, Any]] = []
         self._known, self._plain = threading.Event(), {dtype: threading.Event() for dtype in DTYPES}
 
@@ -191,14 +203,8 @@ class _Gathering:
         subject = self.subject
         with Worker("torch", threads=subject.threads) as worker:
             self.step("torch", "reading the target")
-            self.requests = tokenize(
-                worker,
-                subject.path,
-                subject.prompts,
-                revision=subject.revision,
-                max_tokens=subject.max_tokens,
-            )
-            self.target = worker.call("describe", spec=subject.spec("bfloat16"))
+            if not self._try("the target", worker, lambda: self._read_target(worker), required=True):
+                return
             self._known.set()
             for dtype in ("bf16", "fp32"):
                 self._capture(worker, f"torch.{dtype}", dtype, record=True, required=True)
@@ -211,6 +217,14 @@ class _Gathering:
             for dtype in DTYPES:
                 self._golden_operators(worker, dtype)
             self._loaders(worker)
+
+    def _read_target(self, worker: Worker) -> None:
+        """Token ids of the prompts, and the structure of the target."""
+        subject = self.subject
+        self.requests = tokenize(
+            worker, subject.path, subject.prompts, revision=subject.revision, max_tokens=subject.max_tokens
+        )
+        self.target |= worker.call("describe", spec=subject.spec("bfloat16"))
 
     def _golden_operators(self, worker: Worker, dtype: str) -> None:
         if f"torch.{dtype}" in self.operators:
@@ -259,8 +273,13 @@ class _Gathering:
                 for dtype in DTYPES.values():
                     self._self_test(worker, dtype)
             self._known.wait()
-            if "linear_attention" not in self.target.get("layer_types", ()):
-                self.absent |= dict.fromkeys(names, "no linear-attention layer in this model")
+            if "linear_attention" not in self.target["layer_types"]:
+                why = (
+                    "the target could not be read"
+                    if self.target == UNREAD
+                    else "no linear-attention layer in this model"
+                )
+                self.absent |= dict.fromkeys(names, why)
                 return
             for dtype in ("bf16", "fp32"):
                 self._capture(worker, f"other.{dtype}", dtype)
@@ -309,12 +328,9 @@ class _Gathering:
             if record:
                 self.operators[name] = calls
 
-        if required:
-            run()
-        else:
-            self._try(name, worker, run)
+        self._try(name, worker, run, required=required)
 
-    def _try(self, name: str, worker: Worker, run: Callable[[], Any]) -> bool:
+    def _try(self, name: str, worker: Worker, run: Callable[[], Any], *, required: bool = False) -> bool:
         """Whether `run` came through; where not, the reason is kept, and a crash becomes a finding."""
         if worker.backend in self.crashes:
             self.absent[name] = f"the {worker.backend} worker {self.crashes[worker.backend][0]}"
@@ -322,6 +338,8 @@ class _Gathering:
         try:
             run()
         except ParityError as error:
+            if required:  # without it there is nothing to check: the user's to put right
+                raise
             self.absent[name] = error.found
             return False
         except WorkerCrash as crash:
@@ -425,8 +443,9 @@ def _report(
 ) -> Report:
     findings = tuple(finding for _, answer in answers for finding in answer.findings)
     tables = tuple(table for _, answer in answers for table in answer.tables)
-    reference = evidence.traces["torch.fp32"]
-    tokens = sum(len(request.token_ids) for request in reference.requests)
+    reference = evidence.traces.get("torch.fp32")
+    requests = reference.requests if reference else ()
+    machine = environment() | (reference.manifest.environment if reference else {})
     calls = sum(
         call.calls
         for name, trace in evidence.traces.items()
@@ -445,30 +464,35 @@ def _report(
             ("parameters", evidence.target["parameters"]),
             ("layers", len(evidence.target["layer_types"])),
             ("linear layers", len(evidence.linear)),
-            ("requests", len(reference.requests)),
-            ("tokens", tokens),
+            ("requests", len(requests)),
+            ("tokens", sum(len(request.token_ids) for request in requests)),
             ("backends", f"torch against {subject.other}"),
             (f"delta-rule calls on {subject.other}", calls),
         ),
         findings=findings,
         suspicions=suspicions(findings),
         tables=tables,
-        environment=tuple(sorted((reference.manifest.environment | environment()).items())),
+        environment=tuple(sorted(machine.items())),
         seconds=round(time.monotonic() - began, 1),
     )
 
 
+MARK = "made-by-parity-check"
+
+
+def _refuse_foreign(traces: Path) -> None:
+    """Raise ParityError where the folder for the traces holds something that parity did not put there."""
+    if traces.exists() and not (traces / MARK).is_file():
+        raise ParityError(f"traces in {traces}", "a folder that parity did not make", "choose another --out")
+
+
 def _keep(folder: Path, traces: Path) -> None:
-    """Move the traces to where the user asked for them; an earlier run's are replaced, anything else is not."""
-    mark = "made-by-parity-check"
+    """Put the traces where the user asked for them; an earlier run's are replaced, anything else is not."""
+    _refuse_foreign(traces)
     if traces.exists():
-        if not (traces / mark).is_file():
-            raise ParityError(
-                f"traces in {traces}", "a folder that parity did not make", "choose another --out"
-            )
         shutil.rmtree(traces)
     traces.parent.mkdir(parents=True, exist_ok=True)
-    (folder / mark).touch()
+    (folder / MARK).touch()
     shutil.copytree(folder, traces, ignore=shutil.ignore_patterns("wrapped", "*.operators.safetensors"))
 
 

@@ -12,8 +12,10 @@ capture is resumed at the request. Nothing in a trace is executed: no pickle, no
 import json
 import os
 import re
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -268,7 +270,8 @@ class TraceWriter:
                 "something of that name there already",
                 "choose another --out, or remove it first",
             )
-        self.partial.mkdir(parents=True, exist_ok=True)
+        with _told(self.out):
+            self.partial.mkdir(parents=True, exist_ok=True)
         mark = self.partial / "fingerprint"
         if mark.exists() and mark.read_text() != fingerprint:
             raise ParityError(
@@ -277,7 +280,8 @@ class TraceWriter:
                 "repeat those settings to resume it, or remove the folder",
             )
         if not mark.exists():
-            _write_atomically(mark, fingerprint.encode())
+            with _told(self.out):
+                _write_atomically(mark, fingerprint.encode())
         self.entries: dict[str, RequestEntry] = {}
         self.refresh()
 
@@ -324,8 +328,9 @@ class TraceWriter:
         metadata = {"request": entry.model_dump_json()} | (
             {"proof": proof.model_dump_json()} if proof else {}
         )
-        save_file(_unshared(tensors), temporary, metadata=metadata)
-        os.replace(temporary, self.partial / shard)
+        with _told(self.out):
+            save_file(_unshared(tensors), temporary, metadata=metadata)
+            os.replace(temporary, self.partial / shard)
         self.entries[entry.id] = entry
 
     def finish(self, manifest: Manifest) -> Trace:
@@ -398,6 +403,22 @@ def merge_proofs(proofs: Sequence[BackendProof]) -> BackendProof:
     return BackendProof(requested=proofs[0].requested, calls=calls, valid=not problems, problems=problems)
 
 
+@contextmanager
+def _told(out: Path) -> Iterator[None]:
+    """Turn what the system refuses (no space, no permission, no folder) into words; nothing finished is lost."""
+    try:
+        yield
+    except Exception as error:
+        # safetensors wraps the system's errors in its own
+        if not isinstance(error, OSError) and "I/O error" not in str(error) and "IoError" not in str(error):
+            raise
+        raise ParityError(
+            f"a trace written to {out}",
+            str(error),
+            "free some space or choose another --out; run the same command again, finished requests are kept",
+        ) from error
+
+
 def _unshared(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
     """Contiguous tensors of which no two share memory: safetensors refuses shared ones, and two taps
     can be one tensor (`final.prenorm` is the last layer's output)."""
@@ -413,7 +434,8 @@ def _unshared(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"
 
 def _write_atomically(file: Path, content: bytes) -> None:
     """Write a file so that a reader, or a crash, never sees half of it."""
-    temporary = file.with_name(file.name + ".writing")
+    # A name of its own: two ranks that begin one trace write the same file at the same time.
+    temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}.writing")
     with temporary.open("wb") as stream:
         stream.write(content)
         stream.flush()

@@ -32,6 +32,10 @@ class Loading:
 
     def _weights(self, evidence: Evidence) -> Finding:
         unchecked = str(evidence.target["unchecked"])
+        if not evidence.target["parameters"]:
+            return Finding(
+                name="loading.weights", outcome="skipped", sentence=unchecked, next_step="see the crash above"
+            )
         if unchecked:
             return Finding(
                 name="loading.weights",

@@ -44,26 +44,30 @@ def capture(
     threads: Annotated[int, typer.Option(help="Threads of the worker.", min=1)] = 1,
 ) -> None:
     """Capture one trace: every tap of every request, with proof of who computed it. Resumable."""
-    from parity.capture import capture_to
+    from parity.capture import WorkerCrash, capture_to
 
-    result = capture_to(
-        out,
-        model=model,
-        prompts=prompts,
-        backend=backend,
-        taps=taps,
-        dtype=dtype,
-        loader=loader,
-        revision=revision,
-        device_map=device_map,
-        mode=mode,
-        max_tokens=max_tokens,
-        complete_with=complete_with,
-        complete_model=complete_model,
-        new_tokens=new_tokens,
-        local_from=local_from,
-        threads=threads,
-    )
+    try:
+        result = capture_to(
+            out,
+            model=model,
+            prompts=prompts,
+            backend=backend,
+            taps=taps,
+            dtype=dtype,
+            loader=loader,
+            revision=revision,
+            device_map=device_map,
+            mode=mode,
+            max_tokens=max_tokens,
+            complete_with=complete_with,
+            complete_model=complete_model,
+            new_tokens=new_tokens,
+            local_from=local_from,
+            threads=threads,
+        )
+    except WorkerCrash as crash:
+        typer.echo(f"{crash}\nthe last lines of its standard error:\n{crash.tail}", err=True)
+        raise typer.Exit(1) from crash
     for line in result.lines():
         typer.echo(line)
     if not result.valid:

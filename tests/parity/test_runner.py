@@ -175,3 +175,21 @@ def test_suspicions(outcomes: list[str], verdict: str) -> None:
     ]
     answer = next(s for s in runner.suspicions(findings) if s.name == "torch's fallback itself is wrong")
     assert answer.verdict == verdict
+
+
+def test_crash_of_the_reference_is_a_finding(hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch worker dies while it reads the target: a report that says so, not a traceback of ours."""
+    (tmp_path / "p.jsonl").write_text(json.dumps({"token_ids": list(range(40))}))
+    original = Worker.call
+
+    def dying(self: Worker, do: str, *args: object, **job: object) -> object:
+        if self.backend == "torch" and do == "describe":
+            os.kill(self._process.pid, signal.SIGSEGV)
+        return original(self, do, *args, **job)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Worker, "call", dying)
+    report = runner.check(model=str(hybrid), prompts=tmp_path / "p.jsonl")
+    crash = finding(report, "dispatch.crash.torch")
+    assert report.outcome == "fail" and crash.fault == "crash" and "killed by signal 11" in crash.sentence
+    assert all(s.verdict != "ruled out" for s in report.suspicions)
+    assert to_text.paint(report).startswith("FAIL")
