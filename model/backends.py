@@ -107,6 +107,11 @@ def missing(backend: Backend) -> str | None:
     return None
 
 
+def device_map(backend: Backend) -> str | None:
+    """Where a target goes when the user does not say: kernels that need CUDA cannot take a CPU tensor."""
+    return "cuda" if backend.delta == "fla" or backend.conv == "causal-conv1d" else None
+
+
 def _cuda() -> bool:
     import torch
 

@@ -62,18 +62,22 @@ def check(
     find. Raises ParityError for what the user can put right.
     """
     began = time.monotonic()
+    other = backends.parse(
+        backend or ("fla" if backends.missing(backends.parse("fla")) is None else "fla-interpreted")
+    )
+    runs = backends.missing(other) is None
     subject = _Subject(
         model=model,
         loader=loader,
         revision=revision,
-        device_map=device_map,
+        # Both sides on one device: the kernels are to differ, not the machine.
+        device_map=device_map or (backends.device_map(other) if runs else None),
         max_tokens=max_tokens,
         threads=threads,
         hide=tuple(hide),
         prompts=_prompts(model, prompts),
-        other=backend or ("fla" if backends.missing(backends.parse("fla")) is None else "fla-interpreted"),
+        other=other.name,
     )
-    backends.parse(subject.other)
     if traces is not None:
         _refuse_foreign(traces)  # now, not after a minute of work
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:

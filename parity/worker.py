@@ -51,6 +51,8 @@ class Server:
         import torch
 
         torch.set_num_threads(int(start.get("threads", 1)))
+        # The semantic gate compares float32; TF32 would hide what it looks for. Manifests record both settings.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         self._spec: Any = None
         self._target: Any = None
 
@@ -70,6 +72,7 @@ class Server:
         """The model of that specification, loaded once."""
         from parity.model.target import TargetSpec, load
 
+        spec = {**spec, "device_map": spec.get("device_map") or backends.device_map(self.backend)}
         wanted = TargetSpec(**spec)
         if wanted != self._spec:
             self._spec, self._target = None, None  # free the old model before the new one is read
