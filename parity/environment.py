@@ -77,5 +77,7 @@ def _devices() -> dict[str, str]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             found[f"cuda:{index}"] = torch.cuda.get_device_name(index)
-        found["tf32"] = f"matmul {torch.backends.cuda.matmul.allow_tf32}, cudnn {torch.backends.cudnn.allow_tf32}"
+        found["tf32"] = (
+            f"matmul {torch.backends.cuda.matmul.allow_tf32}, cudnn {torch.backends.cudnn.allow_tf32}"
+        )
     return found

@@ -10,6 +10,8 @@ keeps, so that a crash can be shown with its last lines.
 import json
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +21,17 @@ from parity.errors import ParityError
 from parity.model import backends
 
 
+def _end_with_the_parent() -> None:
+    """End this process when the one that started it is gone: a long job does not read standard input."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main() -> None:
-    """Serve jobs until standard input ends."""
+    """Serve jobs until standard input ends, or the parent does."""
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # a library's print must not be taken for an answer
 

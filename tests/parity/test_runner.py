@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -136,6 +138,23 @@ def test_dying_worker_is_told_with_its_last_words(hybrid: Path) -> None:
     assert crash.value.tail
 
 
+def test_worker_ends_with_its_parent() -> None:
+    """A parent that is killed leaves no worker behind, even one in the middle of a long job."""
+    code = (
+        "from parity.capture import Worker\nimport os, signal\nw = Worker('torch')\n"
+        "print(w._process.pid, flush=True)\nos.kill(w._process.pid, signal.SIGSTOP)\nos.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    worker = int(done.stdout)
+    os.kill(worker, signal.SIGCONT)
+    for _ in range(300):
+        if not Path(f"/proc/{worker}").exists() or "State:\tZ" in Path(f"/proc/{worker}/status").read_text():
+            return
+        time.sleep(0.1)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the worker outlived its parent")
+
+
 def test_exception_in_a_worker_is_told_with_its_traceback(hybrid: Path) -> None:
     with Worker("torch") as worker, pytest.raises(WorkerCrash, match="raised an exception") as crash:
         worker.call("describe", spec={"nonsense": 1})
@@ -177,7 +196,9 @@ def test_suspicions(outcomes: list[str], verdict: str) -> None:
     assert answer.verdict == verdict
 
 
-def test_crash_of_the_reference_is_a_finding(hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_of_the_reference_is_a_finding(
+    hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The torch worker dies while it reads the target: a report that says so, not a traceback of ours."""
     (tmp_path / "p.jsonl").write_text(json.dumps({"token_ids": list(range(40))}))
     original = Worker.call
