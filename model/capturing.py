@@ -1,5 +1,7 @@
 """One trace from one loaded target, in this process: forward by forward, request by request."""
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -10,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parity.environment import environment
+from parity.environment import PACKAGES, environment
 from parity.errors import ParityError
 from parity.model.backends import Backend, Call
 from parity.model.operators import save_calls
@@ -47,6 +49,7 @@ def capture(
     entries = [RequestEntry.model_validate(request) for request in requests]
     calls: list[Call] = []
     infos: tuple[Any, ...] = ()
+    fingerprint = _whole_fingerprint(fingerprint, target, other)
     with TraceWriter(out, fingerprint) as writer, _Behind() as behind:
         for position, entry in enumerate(entries):
             if position % world != rank:
@@ -84,6 +87,15 @@ def capture(
         "problems": proof.problems,
         "calls": [call.model_dump() for call in proof.calls],
     }
+
+
+def _whole_fingerprint(asked: str, target: Target, other: Trace | None) -> str:
+    """What was asked for, and what it would be computed with: weights, versions, the other trace's own. A
+    capture that goes on with other weights or another library would mix two models in one trace."""
+    versions = {key: value for key, value in environment().items() if key in PACKAGES}
+    parts = [asked, target.identity.model_dump_json(), json.dumps(versions, sort_keys=True)]
+    parts += [other.manifest.fingerprint] if other else []
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 class _Behind:

@@ -438,6 +438,12 @@ def forward(
     (the others hold the same tokens, rotated), to measure what the batch size alone changes.
     """
     names = select_taps(target, taps)
+    if local is not None and mode != "prefill":
+        raise ParityError(
+            f"local error computed as {mode}",
+            "a layer's input is one tensor of all tokens",
+            "use --as prefill with it",
+        )
     ids = torch.tensor(
         [[*token_ids[shift:], *token_ids[:shift]] for shift in range(rows)], device=_device(target)
     )
@@ -485,6 +491,7 @@ def steps(mode: str, tokens: int) -> list[int]:
 
 
 def _run(target: Target, ids: Tensor, mode: str, recorder: "_TapRecorder") -> None:
+    recorder.sizes = steps(mode, ids.shape[1])
     if mode == "prefill":
         recorder.logits(target.model(input_ids=ids, use_cache=False))
         return
@@ -494,7 +501,7 @@ def _run(target: Target, ids: Tensor, mode: str, recorder: "_TapRecorder") -> No
     parameters = inspect.signature(type(target.model).forward).parameters
     name = "cache" if "cache" in parameters else "past_key_values"
     given, start = {name: DynamicCache(config=target.config)}, 0
-    for size in steps(mode, ids.shape[1]):
+    for size in recorder.sizes:
         recorder.logits(target.model(input_ids=ids[:, start : start + size], use_cache=True, **given))
         start += size
 
@@ -505,6 +512,8 @@ class _TapRecorder:
 
     def __init__(self, target: Target, names: Sequence[str]) -> None:
         self.target, self.names, self.parts = target, names, {name: list[Tensor]() for name in names}
+        self.sizes: list[int] = []
+        """How many tokens each step computed."""
         self._stack = ExitStack()
 
     def __enter__(self) -> "_TapRecorder":
@@ -557,20 +566,13 @@ class _TapRecorder:
 
     def result(self) -> dict[str, Tensor]:
         """The taps, steps joined. A convolution with a cache returns earlier tokens too; the new ones count."""
-        sizes = [part.shape[0] for part in self.parts.get("final.postnorm") or self._sizes()]
+        sizes: list[int] = self.sizes
         joined = {}
         for name, parts in self.parts.items():
             if parts:
                 new = [part[-size:] for part, size in zip(parts, sizes, strict=True)]
                 joined[name] = new[0] if len(new) == 1 else torch.cat(new)  # one step needs no copy
         return joined
-
-    def _sizes(self) -> list[Tensor]:
-        """Parts of the first tap that is not a convolution's, to read each step's size from."""
-        return next(
-            (parts for name, parts in self.parts.items() if parts and not name.endswith("conv.out")),
-            next(iter(self.parts.values())),
-        )
 
 
 def _fed(target: Target, local: Mapping[str, Tensor]) -> ExitStack:

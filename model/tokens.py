@@ -21,6 +21,7 @@ def entries(
     result = []
     for prompt in prompts:
         ids, prompt_tokens, origin = _ids(tokenizer, model, prompt)
+        ids = ids[:max_tokens] if max_tokens else ids
         if not ids:
             raise ParityError(f"request {prompt['id']!r}", "no tokens", "give a prompt that is not empty")
         if limit is not None and len(ids) > limit:
@@ -36,7 +37,6 @@ def entries(
                 f"token id {outside[0]}, the vocabulary has {vocabulary}",
                 "use this model's tokenizer",
             )
-        ids = ids[:max_tokens] if max_tokens else ids
         texts = (
             tuple(tokenizer.decode([token]) for token in ids)
             if tokenizer

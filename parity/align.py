@@ -85,7 +85,7 @@ def align(a: Trace, b: Trace, taps: Sequence[str] | None = None) -> Alignment:
         raise NothingComparable(
             f"tokens common to {a.path} and {b.path}",
             f"other token ids from the first on in all {len(pairs)} requests",
-            "use one tokenizer and chat template; `parity check` has a probe for that",
+            "use one tokenizer and chat template on both sides, or give token_ids",
         )
     if not tap_pairs:
         raise NothingComparable(

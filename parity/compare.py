@@ -200,6 +200,19 @@ def _golden_requests(golden: Trace, b: Trace, alignment: Alignment) -> dict[str,
             f"taps of {', '.join(low)}",
             "capture it with --backend golden, which computes in float64",
         )
+    proof = golden.manifest.backend
+    if not proof.valid or proof.requested != {"delta": "golden", "conv": "golden"}:
+        raise ParityError(
+            f"{golden.path} as golden",
+            proof.problems[0] if proof.problems else f"a capture on {_backend(golden.manifest)}",
+            "capture it with --backend golden, whose operators are independent recurrences",
+        )
+    if golden.manifest.target.weights != b.manifest.target.weights:
+        raise ParityError(
+            f"{golden.path} as golden of {b.path}",
+            "other weights than side B's",
+            "capture the golden from the reference's checkpoint",
+        )
     known = {pair.a.id: pair for pair in align(b, golden).requests}
     lacking = [
         pair.b.id

@@ -68,6 +68,9 @@ def _from_json(file: Path, number: int, line: str) -> Prompt:
     if len(given) != 1:
         found = f"keys {', '.join(map(str, data))}" if isinstance(data, dict) else f"a {type(data).__name__}"
         raise ParityError(where, found, "give exactly one of prompt, messages, token_ids")
+    for name, kind in (("completion", str), ("enable_thinking", bool)):
+        if not isinstance(data.get(name), kind | None):
+            raise ParityError(where, f"{name} = {data[name]!r}", f"give a {kind.__name__}, or leave it out")
     key, value = given[0], data[given[0]]
     base = Prompt(
         id=str(data.get("id", f"line-{number}")),

@@ -65,7 +65,14 @@ def check(
     other = backends.parse(
         backend or ("fla" if backends.missing(backends.parse("fla")) is None else "fla-interpreted")
     )
-    runs = backends.missing(other) is None
+    why = backends.missing(other)
+    if backend is not None and (why or other.name in ("torch", "golden")):
+        raise ParityError(
+            f"torch against {other.name}",
+            why or "every check holds torch against golden already",
+            "name another backend that runs here, or none: `parity env` lists them",
+        )
+    runs = why is None
     subject = _Subject(
         model=model,
         loader=loader,
@@ -246,7 +253,12 @@ class _Gathering:
         """The target through other loaders; with A_log and dt_bias rounded; and inside a wrapper."""
         if self.target["kept_float32"]:
             self._capture(worker, "loading.rounded", "fp32", spec={"round_float32": True})
-        self._capture(worker, "loading.AutoModel", "fp32", spec={"loader": "AutoModel"})
+        if self.subject.loader == "AutoModel":
+            self.absent["loading.AutoModel"] = (
+                "AutoModel is the loader that everything else was captured with"
+            )
+        else:
+            self._capture(worker, "loading.AutoModel", "fp32", spec={"loader": "AutoModel"})
         if self.subject.model is not None:
             for name in ("loading.wrapper", "loading.wrapped-text"):
                 self.absent[name] = "only the embedded target is wrapped on the spot"
@@ -385,6 +397,8 @@ class _Question:
     name: str
     findings: tuple[str, ...]
     untested: str = ""
+    needs_all: bool = False
+    """True where each of the findings is needed: one that was skipped leaves the question open."""
 
 
 SUSPICIONS = (
@@ -392,18 +406,21 @@ SUSPICIONS = (
     _Question(
         name="the kernels compute another function",
         findings=("kernels.fp32",),
+        needs_all=True,
     ),
     _Question(
         name="the bf16 kernels differ by more than rounding",
         findings=("kernels.bf16",),
+        needs_all=True,
     ),
-    _Question(name="an operator is wrong by itself", findings=("operators",)),
+    _Question(name="an operator is wrong by itself", findings=("operators",), needs_all=True),
     _Question(name="torch's fallback itself is wrong", findings=("golden",)),
     _Question(
         name="it matters how the target is loaded",
         findings=("loading.AutoModel", "loading.wrapper", "loading.wrapped-text"),
     ),
     _Question(name="weights are random or were not loaded", findings=("loading.weights",)),
+    _Question(name="the states are not finite", findings=("finite",)),
     _Question(name="decoding or verifying gives other states than prefill", findings=("serving",)),
     _Question(name="runs or batch sizes change the states", findings=("floor",)),
     _Question(
@@ -431,7 +448,7 @@ def _answer(question: _Question, findings: Sequence[Finding]) -> Suspicion:
         because = f"the captures are no evidence: {unproven[0].sentence}"
     elif failed:
         verdict, because = "found", failed[0].sentence
-    elif not passed or any(f.outcome == "error" for f in mine):
+    elif not passed or (unanswered and question.needs_all) or any(f.outcome == "error" for f in mine):
         because = unanswered[0].sentence if unanswered else question.untested or "no probe asked"
     else:
         verdict, because = "ruled out", passed[0].sentence

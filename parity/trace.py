@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from parity.errors import ParityError
 
@@ -47,10 +47,10 @@ class TapInfo(_Record):
     """What one tap of this trace holds."""
 
     name: str
-    dtype: str
+    dtype: str = Field(pattern=r"^(float64|float32|float16|bfloat16|float8_e4m3fn|float8_e5m2)$")
     """The torch dtype's name, for example `bfloat16`: the dtype the model computed, never converted."""
     width: int
-    layer: int | None
+    layer: int | None = Field(ge=0, le=100_000)
     """0-based decoder layer the tap belongs to; null for `embed.out`, `final.*` and `logits`."""
     norm: Norm
     hf_index: int | None
@@ -82,7 +82,7 @@ class TargetIdentity(_Record):
     revision: str | None
     config_sha256: str
     model_type: str
-    layers: int
+    layers: int = Field(ge=1, le=100_000)
     layer_types: tuple[str, ...]
     """One of `linear_attention`, `full_attention`, `sliding_attention` for each decoder layer."""
     weights: dict[str, str]
@@ -110,6 +110,12 @@ class BackendProof(_Record):
     valid: bool
     problems: tuple[str, ...] = ()
     """Each disagreement in words. Empty exactly when valid."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "BackendProof":
+        if set(self.requested) != {"delta", "conv"} or self.valid == bool(self.problems):
+            raise ValueError("a proof names delta and conv, and is valid exactly when it has no problem")
+        return self
 
 
 class Manifest(_Record):
@@ -280,6 +286,12 @@ class TraceWriter:
                 "repeat those settings to resume it, or remove the folder",
             )
         if not mark.exists():
+            if any(self.partial.glob("*.safetensors")):
+                raise ParityError(
+                    f"a new trace at {self.out}",
+                    f"shards of an unknown capture in {self.partial}",
+                    "remove that folder, or choose another --out",
+                )
             with _told(self.out):
                 _write_atomically(mark, fingerprint.encode())
         self.entries: dict[str, RequestEntry] = {}
@@ -358,9 +370,11 @@ class TraceWriter:
         )
         for file in self.partial.glob("*.writing"):
             file.unlink()
-        (self.partial / "fingerprint").unlink(missing_ok=True)
         _write_atomically(self.partial / MANIFEST, manifest.model_dump_json(by_alias=True, indent=1).encode())
         os.replace(self.partial, self.out)
+        (self.out / "fingerprint").unlink(
+            missing_ok=True
+        )  # last: shards without it could be taken for others
         return Trace.open(self.out)
 
     def _finished(self) -> Iterator[RequestEntry]:

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from parity.compare import Comparison, compare_traces
-from parity.compare_kernel import pair_stats
+from parity.compare_kernel import PairStats, pair_stats
 from parity.compare_report import tables_and_findings
 from parity.reports.record import Column, Finding, Outcome, Table, Value
 from parity.tolerance import Floor
@@ -146,11 +149,19 @@ def worst(findings: Sequence[Finding]) -> Outcome:
     return next((outcome for outcome in order if outcome in outcomes), "skipped")
 
 
+def token_errors(stats: PairStats) -> NDArray[np.float64]:
+    """[tokens] |a - b| / |b|; inf for a token with an element that is not finite on either side."""
+    bad = stats.field("bad_a") + stats.field("bad_b") > 0
+    return np.where(bad, np.inf, stats.relative_l2())
+
+
 def relative_l2(a: Trace, b: Trace, tap: str) -> float:
     """|a - b| / |b| of one tap over all requests both hold, as one vector; dtypes may differ."""
     difference = reference = 0.0
     for request in b.requests:
         stats = pair_stats(a.tensor(request.id, tap), b.tensor(request.id, tap), full=False)
+        if stats.field("bad_a").any() or stats.field("bad_b").any():
+            return float("inf")
         difference += float(stats.field("dd").sum())
         reference += float(stats.field("bb").sum())
     return (difference / reference) ** 0.5 if reference else float("inf") if difference else 0.0

@@ -45,6 +45,13 @@ class Dispatch:
                 next_step="run `parity env` to see which backends run here; no other number of these "
                 "captures counts",
             )
+        if not any(name.startswith("other.") for name in evidence.traces):
+            return Finding(
+                name="dispatch",
+                outcome="skipped",
+                sentence=f"{evidence.other} was never asked: {evidence.absent.get('other.fp32', 'no capture of it')}",
+                next_step="run where that backend is available; `parity env` lists what runs here",
+            )
         ran = sorted(
             {
                 call.implementation

@@ -4,7 +4,7 @@ Method: the same backend again, and the same row in a batch of four. What they c
 which other pairs are judged. Cost: four forwards on torch. Faults: `not-reproducible`.
 """
 
-from parity.probes.base import Answer, Evidence, compare_pair, skipped
+from parity.probes.base import Answer, Evidence, compare_pair, evidence_of, skipped
 from parity.reports.record import Column, Finding, Table, Value
 
 
@@ -14,8 +14,8 @@ class MeasuredFloor:
     name = "floor"
 
     def run(self, evidence: Evidence) -> Answer:
-        """One finding for each dtype, and the measured sizes as a table."""
-        findings: list[Finding] = []
+        """One finding for finiteness and for each dtype, and the measured sizes as a table."""
+        findings: list[Finding] = [self._finite(evidence)]
         rows: list[tuple[Value, ...]] = []
         for dtype in ("fp32", "bf16"):
             why = evidence.why_not(f"torch.{dtype}.rerun", f"torch.{dtype}.batch", f"torch.{dtype}")
@@ -32,6 +32,33 @@ class MeasuredFloor:
             for kind, pair in pairs.items():
                 rows += [(dtype, kind, tap.tap, tap.error_rms, tap.error_max) for tap in pair.comparison.taps]
         return Answer(findings=tuple(findings), tables=(self._table(rows),))
+
+    def _finite(self, evidence: Evidence) -> Finding:
+        """Are torch's states finite at all? Where they are not, no other number says much."""
+        names = [name for name in ("torch.fp32", "torch.bf16") if name in evidence.traces]
+        if not names:
+            return skipped("finite", evidence.why_not("torch.fp32") or "", "capture on torch").findings[0]
+        for name in names:
+            trace = evidence.traces[name]
+            for tap in trace.taps:
+                for request in trace.requests:
+                    bad = ~trace.tensor(request.id, tap).isfinite().all(dim=1)
+                    if bad.any():
+                        token = int(bad.nonzero()[0])
+                        return Finding(
+                            name="finite",
+                            outcome="fail",
+                            fault="not-finite",
+                            evidence=evidence_of(capture=name, tap=tap, request=request.id, token=token),
+                            sentence=f"states are not finite from {tap} on, first at token {token} of {request.id}: "
+                            f"{request.token_texts[token]!r}",
+                            next_step="look at that layer's weights; differences reported beside this follow from it",
+                        )
+        return Finding(
+            name="finite",
+            outcome="pass",
+            sentence=f"every state of {' and '.join(names)} is finite",
+        )
 
     def _finding(self, dtype: str, comparisons: dict) -> Finding:  # type: ignore[type-arg]
         sizes = {kind: max(tap.error_max for tap in c.taps) for kind, c in comparisons.items()}

@@ -41,11 +41,7 @@ class Kernels:
                 name, why, "run where that backend is available; `parity env` lists what runs here"
             )
         floor = evidence.floor(dtype)
-        golden = (
-            "golden"
-            if "golden" in evidence.traces and evidence.traces["golden"].manifest.backend.valid
-            else None
-        )
+        golden = "golden" if _same_weights(evidence, "golden", f"torch.{dtype}") else None
         whole = compare_pair(evidence, name, f"other.{dtype}", f"torch.{dtype}", golden=golden, floor=floor)
         findings, tables = [f for f in whole.findings if _worth_telling(f)], list(whole.tables)
         local = None
@@ -63,13 +59,17 @@ class Kernels:
 
     def _local(self, evidence: Evidence, dtype: str, local: Comparison) -> Finding:
         """Full attention must differ locally by 0, and linear attention must not."""
-        by_layer = {tap.layer: tap for tap in local.taps if tap.tap == f"layer.{tap.layer}.out"}
+        by_layer = {
+            tap.layer: tap
+            for tap in local.taps
+            if tap.tap == f"layer.{tap.layer}.out" and not any(tap.nonfinite)  # those say nothing of kernels
+        }
         full = {i: tap.relative_l2 for i, tap in by_layer.items() if i not in evidence.linear}
         linear = {i: tap.relative_l2 for i, tap in by_layer.items() if i in evidence.linear}
         name = f"kernels.{dtype}.layers"
         shown = evidence_of(
-            smallest_linear=min(linear.values()),
-            largest_linear=max(linear.values()),
+            smallest_linear=min(linear.values(), default=0.0),
+            largest_linear=max(linear.values(), default=0.0),
             largest_full=max(full.values(), default=0.0),
         )
         moved = [i for i, size in full.items() if size != 0]
@@ -85,6 +85,8 @@ class Kernels:
                 next_step="look for another difference between the two processes: attention implementation, "
                 "threads, device",
             )
+        if not linear:
+            return skipped(name, "no linear layer has finite states", "see the finding `finite`").findings[0]
         same = [i for i, size in linear.items() if size == 0]
         if same:
             return Finding(
@@ -105,6 +107,14 @@ class Kernels:
             f"{max(linear.values()):.1e} and "
             f"{'each full-attention layer exactly 0' if full else 'there is no full-attention layer'}",
         )
+
+
+def _same_weights(evidence: Evidence, golden: str, base: str) -> bool:
+    """Whether there is a valid golden of the very values: a float32 checkpoint loaded in bfloat16 has others."""
+    if golden not in evidence.traces or not evidence.traces[golden].manifest.backend.valid:
+        return False
+    weights = (evidence.traces[name].manifest.target.weights for name in (golden, base))
+    return next(weights) == next(weights)
 
 
 def _worth_telling(finding: Finding) -> bool:

@@ -47,7 +47,7 @@ class Loading:
             name="loading.weights",
             outcome="pass",
             evidence=evidence_of(parameters=evidence.target["parameters"]),
-            sentence="no parameter was missing or random: each was compared with the checkpoint's",
+            sentence="no parameter was missing, and a sample of each equals the checkpoint's",
         )
 
     def _loader(self, evidence: Evidence, name: str) -> Finding:
@@ -69,6 +69,13 @@ class Loading:
                 outcome="pass",
                 evidence=evidence_of(taps=len(taps), tokens=comparison.tokens),
                 sentence=f"{LOADERS[name]} gives the same states as {loader}, bit for bit, at all {len(taps)} taps",
+            )
+        if not differing and any(any(tap.nonfinite) for tap in comparison.taps):
+            return Finding(
+                name=name,
+                outcome="skipped",
+                sentence="equal where finite; the states are not finite everywhere",
+                next_step="see the finding `finite` first",
             )
         first = differing[0] if differing else "the structure"
         return Finding(

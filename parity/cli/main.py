@@ -33,6 +33,10 @@ for command in (check, capture, compare, show, env, probes):
     app.command()(command)
 
 
+INTERRUPTED = 130
+GO_ON = "interrupted; run the same command again to go on"
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         from parity import __version__
@@ -60,13 +64,15 @@ def run(arguments: list[str]) -> int:
     try:
         result: Any = app(args=arguments, prog_name="parity", standalone_mode=False)
     except typer.Exit as stop:
+        if stop.exit_code == INTERRUPTED:
+            print(GO_ON, file=sys.stderr)
         return stop.exit_code
     except (typer.Abort, KeyboardInterrupt):
-        print("interrupted; run the same command again to go on", file=sys.stderr)
-        return 130
+        print(GO_ON, file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe has seen enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (so that Python's own flush at exit is silent)
-        return int(ExitCode.OK)
+        return 141  # 128 + SIGPIPE, as a shell names it: the outcome was not told whole
     except ParityError as error:
         print(f"parity: {error}", file=sys.stderr)
         return int(error.exit_code)

@@ -126,6 +126,16 @@ def test_fault_is_found_at_its_layer_and_token(
         assert gate.outcome == "fail" and first in gate.sentence and gate.next_step
 
 
+def test_faulty_reference_is_named_and_not_passed(
+    request_: dict[str, Any], change_operator: Any, healthy: Trace, golden: Trace, tmp_path: Path
+) -> None:
+    """The fault sits on side B, and A is right: a ratio to the golden alone would pass."""
+    faulty = traced(tmp_path / "t", request_, shifted_convolution, change_operator)
+    found = compare_traces(healthy, faulty, golden=golden)
+    assert found.outcome == "fail"
+    assert any("the reference is" in tap.judgement.because for tap in found.taps if tap.outcome == "fail")
+
+
 @pytest.mark.parametrize("judge", ["floor", "golden"])
 def test_healthy_pair_is_silent(
     judge: str, request_: dict[str, Any], change_operator: Any, healthy: Trace, golden: Trace, tmp_path: Path

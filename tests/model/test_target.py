@@ -108,6 +108,20 @@ def test_local_input_is_what_each_layer_gets(hybrid: Path) -> None:
     assert moved == ["layer.1.conv.out", "layer.1.gdn.out", "layer.1.out"]
 
 
+@pytest.mark.parametrize("mode", ["decode", "blocks:4"])
+def test_convolution_alone_can_be_recorded_in_steps(mode: str, hybrid: Path) -> None:
+    """With a cache the convolution returns earlier tokens too; which are new is known without another tap."""
+    target = load(TargetSpec(model=str(hybrid), dtype="float32"))
+    taps = forward(target, IDS[:14], backend=TORCH, taps=["layer.*.conv.out"], mode=mode).taps
+    assert {tensor.shape[0] for tensor in taps.values()} == {14}
+
+
+def test_local_input_of_a_step_is_refused(hybrid: Path) -> None:
+    target = load(TargetSpec(model=str(hybrid), dtype="float32"))
+    with pytest.raises(ParityError, match="use --as prefill"):
+        forward(target, IDS, backend=TORCH, mode="decode", local={})
+
+
 def test_batch_rows_do_not_mix(hybrid: Path) -> None:
     target = load(TargetSpec(model=str(hybrid), dtype="float32"))
     one, four = (forward(target, IDS, backend=TORCH, rows=rows).taps["layer.3.out"] for rows in (1, 4))
@@ -242,3 +256,35 @@ def test_manifest_of_a_capture(hybrid: Path, tmp_path: Path) -> None:
     assert data["backend"]["valid"] and len(data["backend"]["calls"]) == 6
     assert "hidden_states[i + 1]" in data["layer_ids"]
     assert data["requests"][0]["prompt_tokens"] == 3 and data["requests"][0]["origin"] == "given"
+
+
+def test_resuming_with_other_weights_is_refused(hybrid: Path, tmp_path: Path) -> None:
+    """The path is the same, the weights are not: a trace never mixes two models."""
+    model = _copy(hybrid, tmp_path / "m", lambda tensors: None)
+    requests = [
+        {
+            "id": f"r{i}",
+            "token_ids": IDS[i : i + 9],
+            "origin": "given",
+            "prompt_tokens": 9,
+            "token_texts": ["x"] * 9,
+        }
+        for i in range(3)
+    ]
+
+    def interrupt(done: int, **_: Any) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    def go(progress: Any) -> None:
+        target = load(TargetSpec(model=str(model), dtype="float32"))
+        capture(target, requests, tmp_path / "t", backend=TORCH, fingerprint="f", progress=progress)
+
+    with pytest.raises(KeyboardInterrupt):
+        go(interrupt)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ParityError, match="unfinished capture of other settings"):
+        go(lambda **_: None)
+    assert not (tmp_path / "t").exists()

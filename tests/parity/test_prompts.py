@@ -39,6 +39,8 @@ def test_json_lines(tmp_path: Path) -> None:
         ("", "an empty file"),
         ("  \n\n", "an empty file"),
         ("{", "no JSON"),
+        ('{"prompt": "a", "completion": 5}', "completion = 5"),
+        ('{"prompt": "a", "enable_thinking": "no"}', "enable_thinking = "),
         ('{"text": "a"}', "keys text"),
         ('{"prompt": "a", "token_ids": [1]}', "exactly one of"),
         ('{"prompt": ""}', "none may be empty"),

@@ -35,7 +35,7 @@ def test_everything_passes_and_all_but_wiring_is_ruled_out(checked: tuple[Report
     assert report.outcome == "pass" and {f.outcome for f in report.findings} == {"pass"}
     verdicts = {s.name: s.verdict for s in report.suspicions}
     assert verdicts.pop("the trainer's wiring is not what it is declared to be") == "not tested"
-    assert set(verdicts.values()) == {"ruled out"} and len(verdicts) == 9
+    assert set(verdicts.values()) == {"ruled out"} and len(verdicts) == 10
 
 
 def test_interpreted_kernels_are_proven_on_every_linear_layer(checked: tuple[Report, Path]) -> None:
@@ -101,13 +101,34 @@ def test_hidden_fla_is_found_not_passed(tmp_path: Path) -> None:
     assert verdict == "not tested" and "no evidence" in because
 
 
-def test_backend_that_cannot_run_is_skipped_with_the_reason(hybrid: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "found"), [("fla", "no CUDA device"), ("torch", "already"), ("golden", "already")]
+)
+def test_backend_that_cannot_be_held_against_torch_is_refused(backend: str, found: str) -> None:
+    """Asked for by name, a backend that does not run here is no skip: nothing would have been compared."""
+    with pytest.raises(ParityError, match=found):
+        runner.check(backend=backend)
+
+
+def test_default_backend_that_cannot_run_leaves_the_question_open(
+    hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asked for one, and none runs here: torch is examined, and no suspicion of kernels is ruled out."""
+    from parity.model import backends
+
+    why = "triton is not installed"
+    monkeypatch.setattr(backends, "missing", lambda backend: why if backend.delta.startswith("fla") else None)
     (tmp_path / "p.jsonl").write_text(json.dumps({"token_ids": list(range(40))}))
-    report = runner.check(model=str(hybrid), prompts=tmp_path / "p.jsonl", backend="fla")
-    assert finding(report, "kernels.fp32").outcome == "skipped"
-    assert "no CUDA device" in finding(report, "kernels.fp32").sentence
+    report = runner.check(model=str(hybrid), prompts=tmp_path / "p.jsonl")
+    assert finding(report, "dispatch").outcome == finding(report, "kernels.fp32").outcome == "skipped"
+    assert why in finding(report, "dispatch").sentence and why in finding(report, "kernels.fp32").sentence
     verdicts = {s.name: s.verdict for s in report.suspicions}
-    assert verdicts["the kernels compute another function"] == "not tested"
+    for name in (
+        "the kernels that were asked for never ran",
+        "the kernels compute another function",
+        "an operator is wrong by itself",
+    ):
+        assert verdicts[name] == "not tested", name
     assert verdicts["torch's fallback itself is wrong"] == "ruled out"
 
 

@@ -211,6 +211,7 @@ def test_floor(bench: Bench) -> None:
         bench.take(f"torch.{dtype}.rerun", dtype=name)
         bench.take(f"torch.{dtype}.batch", dtype=name, rows=4)
     assert {f.outcome for f in bench.ask("floor").findings} == {"pass"}
+    assert found(bench.ask("floor"), "finite").outcome == "pass"
     bench.take("noisy", scaled)
     answer = bench.ask("floor", traces=bench.traces | {"torch.fp32.rerun": bench.traces["noisy"]})
     assert (found(answer, "floor.fp32").outcome, found(answer, "floor.fp32").fault) == (
@@ -218,6 +219,31 @@ def test_floor(bench: Bench) -> None:
         "not-reproducible",
     )
     assert found(answer, "floor.bf16").outcome == "pass"
+
+
+@pytest.mark.parametrize("probe", ["golden", "operators"])
+def test_what_is_not_finite_does_not_pass(probe: str, bench: Bench) -> None:
+    """Statistics leave out what is not finite; a probe that read them alone would pass a kernel that returns NaN."""
+
+    def broken(_: Target, operator: Change) -> AbstractContextManager[Any]:
+        def change(body: Any, *args: Any, **options: Any) -> Any:
+            out, state = body(*args, **options)
+            return out.index_fill(1, torch.arange(40, 70), float("nan")), state
+
+        return operator("torch_chunk_gated_delta_rule", change)
+
+    bench.take("golden", backend="golden")
+    golden = bench.folder / "golden.fp32.calls.safetensors"
+    replay(bench.operators["torch.fp32"], golden, parse("golden"))
+    bench.take("wrong", broken)
+    answer = bench.ask(
+        probe,
+        traces=bench.traces | {"torch.fp32": bench.traces["wrong"]},
+        operators={"torch.fp32": bench.operators["wrong"], "golden.fp32": golden},
+    )
+    assert any(f.outcome == "fail" and "layer" in f.sentence for f in answer.findings)
+    finite = found(bench.ask("floor", traces={"torch.fp32": bench.traces["wrong"]}), "finite")
+    assert finite.outcome == "fail" and "layer.0.gdn.out" in finite.sentence and "token 40" in finite.sentence
 
 
 def test_loading(bench: Bench) -> None:
@@ -280,6 +306,8 @@ def test_serving(bench: Bench) -> None:
 
 
 def test_dispatch(bench: Bench) -> None:
+    assert found(bench.ask("dispatch"), "dispatch").outcome == "skipped", "the other backend was never asked"
+    bench.take("other.fp32")
     assert found(bench.ask("dispatch"), "dispatch").outcome == "pass"
     answer = bench.ask(
         "dispatch", crashes={"fla": ("was killed by signal 11, at other.fp32", "Segmentation fault")}
