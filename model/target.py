@@ -32,6 +32,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # How many values of each parameter are compared with the checkpoint's after loading: enough that a
 # random parameter cannot agree by chance, few enough to cost nothing on a large model.
 SAMPLE = 256
+STATES = "states"
+"""Stands for the residual stream: what enters layer 0, every layer's output, before and after the final norm."""
+OPERATOR_TAPS = (".conv.out", ".gdn.out")
 PREFIX = re.compile(r"^(?:(?:model|language_model|transformer|text_model)\.)+")
 
 
@@ -395,6 +398,9 @@ def select_taps(target: Target, wanted: Sequence[str] | None) -> list[str]:
         return [name for name in known if name != "logits"]
     chosen: set[str] = set()
     for pattern in wanted:
+        if pattern == STATES:
+            chosen.update(name for name in known if name != "logits" and not name.endswith(OPERATOR_TAPS))
+            continue
         found = fnmatch.filter(known, pattern)
         if not found:
             raise ParityError(

@@ -250,7 +250,7 @@ def capture_to(
             requests,
             out,
             progress=report,
-            taps=list(taps) if taps else None,
+            taps=list(taps) if taps else ["states"],
             mode=mode,
             local_from=str(local_from) if local_from else None,
             rank=rank,

@@ -16,7 +16,8 @@ def capture(
         str, typer.Option(help="torch, fla, fla-interpreted, fast, golden, or DELTA+CONV.")
     ] = "torch",
     taps: Annotated[
-        list[str] | None, typer.Option(help="Tap or pattern, repeatable; all but logits by default.")
+        list[str] | None,
+        typer.Option(help="Tap or pattern, repeatable; by default the states, * is all."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = "auto",
     loader: Annotated[

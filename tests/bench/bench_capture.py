@@ -1,8 +1,9 @@
 """What a capture costs over the bare forward, writing included: an interleaved ratio, medians.
 
-    PYTHONPATH=. python tests/bench/bench_capture.py [ROUNDS]
+    PYTHONPATH=. python tests/bench/bench_capture.py [ROUNDS] [DTYPE]
 
-A random hybrid of hidden 1,024 and 8 layers, four requests of 512 tokens, float32, every tap but the logits.
+A random hybrid of hidden 1,024 and 8 layers, four requests of 512 tokens, bfloat16 by default, the
+taps that `parity capture` records by default.
 The bare forward is run twice in each round: their ratio is the noise of this machine.
 """
 
@@ -59,10 +60,11 @@ def main() -> None:
     from parity.model.target import TargetSpec, load
 
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    dtype = sys.argv[2] if len(sys.argv) > 2 else "bfloat16"
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         build(folder / "model")
-        target = load(TargetSpec(model=str(folder / "model"), dtype="float32"))
+        target = load(TargetSpec(model=str(folder / "model"), dtype=dtype))
         target.identity  # noqa: B018 (checksums of the weights are taken once a target, not once a request)
         ids = [(7 * i) % 500 for i in range(TOKENS)]
         requests: list[dict[str, object]] = [
@@ -82,7 +84,7 @@ def main() -> None:
                     target.model(input_ids=torch.tensor([ids]), use_cache=False)
 
         def captured() -> None:
-            capture(target, requests, folder / "t", backend=parse("torch"), fingerprint="f")
+            capture(target, requests, folder / "t", taps=["states"], backend=parse("torch"), fingerprint="f")
 
         ratios: dict[str, list[float]] = {"capture / bare": [], "bare / bare": []}
         seconds = []
@@ -94,7 +96,9 @@ def main() -> None:
             seconds.append(first)
             ratios["capture / bare"].append(2 * with_capture / (first + second))
             ratios["bare / bare"].append(second / first)
-    print(f"bare forward {statistics.median(seconds):.2f} s, {size / 2**20:.0f} MiB written, {rounds} rounds")
+    print(
+        f"{dtype}: bare forward {statistics.median(seconds):.2f} s, {size / 2**20:.0f} MiB written, {rounds} rounds"
+    )
     for name, values in ratios.items():
         print(f"{name:16} {statistics.median(values):.3f}   ({min(values):.3f} to {max(values):.3f})")
 
