@@ -13,7 +13,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -650,9 +650,3 @@ def describe_taps(target: Target, taps: Mapping[str, Tensor]) -> tuple[TapInfo, 
         )
         for name, tensor in taps.items()
     )
-
-
-def iter_parameters(target: Target) -> Iterator[tuple[str, Tensor]]:
-    """Canonical name and tensor of every parameter."""
-    for name, parameter in target.model.named_parameters():
-        yield canonical(name), parameter

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from parity.compare import Comparison, compare_traces
 from parity.compare_kernel import PairStats, pair_stats
 from parity.compare_report import tables_and_findings
-from parity.reports.record import Column, Finding, Outcome, Table, Value
+from parity.reports.record import Column, Finding, Table, Value
 from parity.tolerance import Floor
 from parity.trace import Trace
 
@@ -140,13 +140,6 @@ def compare_pair(
         findings=findings,
         tables=tuple(replace(table, detail=True, title=f"{table.title} ({name})") for table in tables),
     )
-
-
-def worst(findings: Sequence[Finding]) -> Outcome:
-    """The worst outcome of some findings; skipped for none."""
-    outcomes = {finding.outcome for finding in findings}
-    order: tuple[Outcome, ...] = ("error", "fail", "warn", "skipped", "pass")
-    return next((outcome for outcome in order if outcome in outcomes), "skipped")
 
 
 def token_errors(stats: PairStats) -> NDArray[np.float64]:
