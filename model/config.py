@@ -128,7 +128,9 @@ class BlockPart(_Part):
     context: Literal["before_anchor"] = "before_anchor"
     within: Literal["bidirectional", "causal", "sliding_causal"] = "bidirectional"
     """sliding_causal: causal in sliding layers, bidirectional in full ones (z-lab 0.1.0, SpecForge)."""
-    documents: Literal["isolated"] = "isolated"
+    documents: Literal["isolated", "prompt_masked"] = "isolated"
+    """isolated: no label crosses into another document. prompt_masked (speculators): labels could, and do not only
+    because every document begins with a prompt of at least B tokens that is not trained on."""
 
 
 class AttentionPart(_Part):
@@ -136,7 +138,10 @@ class AttentionPart(_Part):
 
     layers: tuple[Literal["full", "sliding"], ...] = Field(min_length=1)
     window: int | None = Field(default=None, ge=1)
-    """Tokens, counted per query as in z-lab 0.1.0."""
+    """Tokens."""
+    window_from: Literal["query", "anchor"] = "query"
+    """query: each slot sees keys less than `window` before itself (z-lab 0.1.0, SpecForge, vLLM). anchor: all slots of
+    a block see the `window` tokens before its anchor (speculators 0.9.0)."""
 
 
 class Recipe(_Part):

@@ -111,7 +111,13 @@ class Wiring:
     """The recipe as code: a drafter between the parts of its target."""
 
     def __init__(self, training: Training, parts: Parts, drafter: Drafter) -> None:
+        """Raises ParityError for what a recipe can declare of other trainers and this one does not do."""
         recipe, run = training.recipe, training.run
+        if recipe.attention.window_from != "query" or recipe.block.documents != "isolated":
+            asked = f"recipe.attention.window_from: {recipe.attention.window_from}"
+            asked += f", recipe.block.documents: {recipe.block.documents}"
+            found = "the built-in trainer counts windows from each query and isolates documents"
+            raise ParityError(asked, found, "write query and isolated, or name the trainer with --adapter")
         self.recipe, self.run, self.parts, self.drafter = recipe, run, parts, drafter
         self.vocab = drafter.draft_vocab
         self.head = (parts.head if self.vocab is None else self.vocab.head_rows(parts.head)).detach()

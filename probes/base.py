@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from parity.compare import Comparison, compare_traces
 from parity.compare_kernel import PairStats, pair_stats
 from parity.compare_report import tables_and_findings
-from parity.reports.record import Column, Finding, Table, Value
+from parity.reports.record import Column, Finding, Statement, Table, Value
 from parity.tolerance import Floor
 from parity.trace import Trace
 
@@ -85,6 +85,8 @@ class Answer:
 
     findings: tuple[Finding, ...]
     tables: tuple[Table, ...] = ()
+    statement: Statement | None = None
+    """What a wiring probe measured, whether it is as declared or not."""
 
 
 class TraceProbe(Protocol):

@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from parity.probes.base import TraceProbe
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,12 +14,13 @@ class Entry:
     """`module:Class`."""
     guards: str
     needs: str
+    asks: Literal["traces", "trainer"] = "traces"
+    """What its `run` is given: `Evidence`, or a `Subject`."""
 
-    def load(self) -> "TraceProbe":
-        """The probe itself."""
+    def load(self) -> Any:
+        """The probe itself, a `TraceProbe` or a `WiringProbe`."""
         module, _, name = self.where.partition(":")
-        probe: TraceProbe = getattr(import_module(module), name)()
-        return probe
+        return getattr(import_module(module), name)()
 
 
 TABLE: tuple[Entry, ...] = (
@@ -67,5 +65,12 @@ TABLE: tuple[Entry, ...] = (
         where="parity.probes.serving:Serving",
         guards="that decoding with a cache, and verifying in blocks, computes what prefill computes",
         needs="captures as prefill, decode and blocks",
+    ),
+    Entry(
+        name="noise",
+        where="parity.probes.noise:Noise",
+        guards="that noise enters the conditioning states alone, as much as declared, and never in evaluation",
+        needs="a trainer's step",
+        asks="trainer",
     ),
 )

@@ -99,6 +99,17 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Statement:
+    """What one probe measured of the wiring, right or wrong: a part of the conformance statement."""
+
+    probe: str
+    sentence: str
+    """With the numbers, for people: `hard CE on the teacher's argmax, weights exp with gamma 4.00 over slots 1-7`."""
+    facts: tuple[tuple[str, Value], ...] = ()
+    """The same for machines, by stable names, to be compared with another statement's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Suspicion:
     """Something a user may suspect, and the answer."""
 
@@ -115,7 +126,7 @@ class Suspicion:
 class Report:
     """Everything one command found. The order of fields is the order of the file."""
 
-    kind: Literal["check", "compare", "capture", "train", "eval", "env"]
+    kind: Literal["check", "compare", "capture", "train", "eval", "env", "gate"]
     title: str
     created: str
     """ISO 8601, UTC."""
@@ -149,3 +160,21 @@ class Report:
             if table.name == name:
                 return table
         raise KeyError(name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What the probes saw of one training step: one line of a JSON-lines file (`reports.step_log`)."""
+
+    step: int
+    """Which optimizer step, counted from 1. Steps rise within a run; a resumed run may write one again."""
+    time: str
+    """ISO 8601, UTC."""
+    values: tuple[tuple[str, Value], ...] = ()
+    """Scalars by dotted name, the quantity last: `loss`, `fc_input.mean`, `layer.16.snr`, `slot.3.weight`.
+    A number inside a name (a layer, a slot) is a part of its own, so that readers can group by it."""
+    findings: tuple[Finding, ...] = ()
+    tables: tuple[Table, ...] = ()
+    """What is no scalar: the influence matrix, tensors by name. A table keeps its name from step to step."""
+    seconds: float = 0.0
+    """What the probes added to this step, in seconds of the step's own process."""

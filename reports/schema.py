@@ -1,9 +1,10 @@
-"""The JSON form of a report: one version, one encoder, one strict decoder, one JSON Schema.
+"""The JSON form of a report and of a step report: one encoder, one strict decoder, one JSON Schema each.
 
 All three walk the types of `reports.record`, so a field added there is written, read and described without
 a change here. Rules of the format:
 
-- The first key is `schema`, `parity-report/1`. The rest are the record's fields, in the record's order.
+- The first key is `schema`: `parity-report/1`, or `parity-step/1` on a line of a training run's steps
+  (`reports.step_log`). The rest are the record's fields, in the record's order.
 - Numbers keep their kind: an int is written without a point, a float always with a point or an exponent.
 - JSON has no nan and no infinities. Such a float is the object `{"$float": "nan"}`, `"inf"` or `"-inf"`.
   No cell or piece of evidence is ever an object otherwise, so the tag cannot be taken for a text.
@@ -24,10 +25,11 @@ from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from parity.errors import ParityError
-from parity.reports.record import Report, Value
+from parity.reports.record import Report, StepReport, Table, Value
 
 NUMBER = 1
 SCHEMA = f"parity-report/{NUMBER}"
+STEP_SCHEMA = "parity-step/1"
 
 TAG = "$float"
 NON_FINITE: dict[str, float] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -55,17 +57,41 @@ def from_dict(data: object, *, source: str = "the data given") -> Report:
     """The report that `to_dict` wrote, equal in every field. Raises ParityError on anything else."""
     try:
         report = _decode(Report, _upgraded(data), "report")
-        _check_tables(report)
+        _check_tables(report.tables, "report")
     except _Damaged as damage:
-        raise ParityError(
-            f"read {source} as a report",
-            f"at {damage.where}, {damage.found}",
-            "write it again with the command that made it; if a newer parity wrote it, update this one",
-        ) from None
+        raise _refusal(source, "a report", damage) from None
     except _Foreign as foreign:
         raise ParityError(f"read {source} as a report", foreign.found, foreign.do) from None
     assert isinstance(report, Report)
     return report
+
+
+def step_to_dict(step: StepReport) -> dict[str, Any]:
+    """A step report as plain dicts, lists, strings and finite numbers. Raises TypeError on anything else."""
+    return {"schema": STEP_SCHEMA, **_encode(step, "step")}
+
+
+def step_from_dict(data: object, *, source: str = "the data given") -> StepReport:
+    """The step report that `step_to_dict` wrote. Raises ParityError on anything else."""
+    asked, give = f"read {source} as a step report", "give the JSON lines that parity wrote while training"
+    if not isinstance(data, dict) or data.get("schema") != STEP_SCHEMA:
+        named = str(data.get("schema"))[:80] if isinstance(data, dict) else f"a JSON {_json_name(data)}"
+        raise ParityError(asked, f"the schema {named!r}, where {STEP_SCHEMA!r} is known", give)
+    try:
+        step = _decode(StepReport, {key: data[key] for key in data if key != "schema"}, "step")
+        _check_tables(step.tables, "step")
+    except _Damaged as damage:
+        raise _refusal(source, "a step report", damage) from None
+    assert isinstance(step, StepReport)
+    return step
+
+
+def _refusal(source: str, what: str, damage: _Damaged) -> ParityError:
+    return ParityError(
+        f"read {source} as {what}",
+        f"at {damage.where}, {damage.found}",
+        "write it again with the command that made it; if a newer parity wrote it, update this one",
+    )
 
 
 def read(source: str | Path) -> Report:
@@ -136,13 +162,13 @@ def _upgraded(data: object) -> dict[str, Any]:
     return fields
 
 
-def _check_tables(report: Report) -> None:
+def _check_tables(tables: tuple[Table, ...], where: str) -> None:
     """Refuses rows that do not fit their columns: no painter could tell which cell is which."""
-    for index, table in enumerate(report.tables):
+    for index, table in enumerate(tables):
         for line, row in enumerate(table.rows):
             if len(row) != len(table.columns):
                 found = f"{len(row)} cells for {len(table.columns)} columns"
-                raise _Damaged(f"report.tables[{index}].rows[{line}]", found)
+                raise _Damaged(f"{where}.tables[{index}].rows[{line}]", found)
 
 
 def _encode(item: object, where: str) -> Any:
@@ -237,6 +263,15 @@ def _json_name(data: object) -> str:
 
 def json_schema() -> dict[str, Any]:
     """A JSON Schema (2020-12) of what `to_dict` writes, derived from the records."""
+    return _schema_of(Report, SCHEMA)
+
+
+def step_json_schema() -> dict[str, Any]:
+    """A JSON Schema (2020-12) of what `step_to_dict` writes."""
+    return _schema_of(StepReport, STEP_SCHEMA)
+
+
+def _schema_of(kind: type, name: str) -> dict[str, Any]:
     definitions: dict[str, Any] = {
         "float": {"anyOf": [{"type": "number"}, {"$ref": "#/$defs/tagged"}]},
         "tagged": {
@@ -247,10 +282,10 @@ def json_schema() -> dict[str, Any]:
         },
         "value": {"anyOf": [{"type": ["string", "number", "boolean", "null"]}, {"$ref": "#/$defs/tagged"}]},
     }
-    top = _describe_record(Report, definitions)
-    top["properties"] = {"schema": {"const": SCHEMA}, **top["properties"]}
+    top = _describe_record(kind, definitions)
+    top["properties"] = {"schema": {"const": name}, **top["properties"]}
     top["required"] = ["schema", *top["required"]]
-    start = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": SCHEMA}
+    start = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": name}
     return {**start, **top, "$defs": definitions}
 
 

@@ -1,0 +1,162 @@
+"""What a trainer shows of its step, so that the probes can ask it. Small enough to write for a loop of one's own.
+
+    class Mine(Adapter):
+        name = "my loop"
+
+        def __init__(self, recipe):
+            super().__init__(recipe)
+            self.slices = taps_of(recipe)          # what the capture delivers, in order
+            self.width, self.vocabulary = 64, 1000
+
+        def step(self, batch, states, *, anchors, seed, training):
+            ...                                    # the trainer's own path, noise and splitting included
+            return Shown(loss=loss, hidden=hidden, head=head, anchors=anchors, fc_input=fc_input)
+
+        def parameters(self):
+            return dict(self.model.named_parameters())
+
+`step` and `parameters` are required. Every other method is optional: what is not written raises `Missing`, and
+the probes that need it say skipped, with the method's name. Probes believe nothing of what is shown: they look at what
+moves when the captured states, the tokens, the seed or the weights move.
+
+Nothing is trained: a probe takes gradients with `torch.autograd.grad`, and parameters, their `.grad`, optimizer,
+random state and hooks are as they were when it is done.
+
+Shapes: S tokens of a row, N captured slices, C conditioning layers, D width, A anchors, B slots of a block, V
+draft vocabulary, F features that enter fc (C * D).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.model.config import Recipe
+from parity.model.data import Batch
+
+
+class Missing(Exception):
+    """An adapter does not show this part. The first argument says which, and why where there is a reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Shown:
+    """What one step used and made. Tensors in the graph have not been detached on their way from the states."""
+
+    loss: Tensor
+    """Scalar, in the graph: what `backward` is called on, before gradient accumulation divides it."""
+    hidden: Tensor
+    """[A, B, D] what enters the head, in the graph, in the order of `anchors`."""
+    head: Tensor
+    """[V, D] the head's rows for the draft's vocabulary."""
+    anchors: Tensor
+    """[A] token indices of slot 0, as the step used them."""
+    fc_input: Tensor
+    """[S, F] what entered fc, noise included, in the graph."""
+    labels: Tensor | None = None
+    """[A, B] ids of the draft's vocabulary, negative where a slot has none; None where the step makes none."""
+    teacher: Tensor | None = None
+    """[A, B, V] the teacher's logits at every slot, None where the step makes none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Reference:
+    """The target as itself, computed beside the trainer's capture, to hold that against."""
+
+    embed: Tensor
+    """[Vt, D] the target's own embedding rows, Vt its vocabulary."""
+    head: Tensor
+    """[Vt, D]."""
+    states: Mapping[str, Tensor]
+    """Tap -> [S, D]: every `layer.{i}.out`, `final.prenorm` and `final.postnorm` for the tokens of one row, documents
+    apart from one another."""
+    logits: Tensor
+    """[S, Vt] of the target itself."""
+    norm: Any = None
+    """The final norm as a callable on [..., D], or None where it is not at hand."""
+
+
+class Adapter:
+    """One trainer. Attributes that `__init__` sets: slices, width, vocabulary, and packs where it is not so."""
+
+    name: str = ""
+    """What reports call the trainer, with its version."""
+    slices: tuple[str, ...] = ()
+    """Taps of the captured slices in the order in which the trainer's capture delivers them."""
+    width: int = 0
+    """D."""
+    vocabulary: int = 0
+    """The target's tokens."""
+    packs: bool = True
+    """Whether a row may hold several documents. Where not, the adapter makes each document a row of its own."""
+    dtype: torch.dtype = torch.float32
+    """Of the captured states, as the capture delivers them."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """The declared wiring. An adapter that configures its trainer does it from this."""
+        self.recipe = recipe
+
+    # --- required -------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int, training: bool) -> Shown:
+        """The trainer's own path from the captured states [S, N, D] to the loss, with these anchors [A].
+
+        `seed` starts whatever is random (noise, dropout) and leaves the global generators as they were
+        (`torch.random.fork_rng`). `training` False is the trainer's evaluation mode. `batch` has tokens, loss_mask,
+        document (-1 on padding) and position, each [S].
+        """
+        raise NotImplementedError
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Every parameter by name; `requires_grad` says which train. z-lab's names (fc.weight, hidden_norm.weight,
+        layers.0.self_attn.q_proj.weight, ..., norm.weight) let more be asked; `embed_tokens.weight` and
+        `lm_head.weight` where the trainer holds its own copies or the target's."""
+        raise NotImplementedError
+
+    # --- optional -------------------------------------------------------------------------------------
+
+    def draw(self, batch: Batch, *, seed: int, epoch: int) -> Tensor:
+        """[A] the anchors that the trainer itself draws for this row."""
+        raise Missing("draw")
+
+    def capture(self, batch: Batch) -> Tensor:
+        """States [S, N, D] as the trainer's own capture (or its files) delivers them for these tokens."""
+        raise Missing("capture")
+
+    def reference(self, batch: Batch) -> Reference:
+        """The target's own states and logits for these tokens, not through the trainer's capture."""
+        raise Missing("reference")
+
+    def draft(self, batch: Batch, states: Tensor, anchor: int) -> Tensor:
+        """[B - 1, V] logits of slots 1..B-1 of the block at token `anchor`, drafted as inference does it: the states of
+        its document before it through the cache, one block, the inference's own embeddings, mask and head."""
+        raise Missing("draft")
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the run."""
+        raise Missing("optimizer")
+
+    def update(self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int) -> None:
+        """One whole optimizer step on this row, as training does it. The probe puts everything back."""
+        raise Missing("update")
+
+    def run(self, folder: Path, until: int) -> Sequence[float]:
+        """Train a short run of its own in `folder`, from where the folder's checkpoint is (else from the start),
+        up to step `until`, and save. Returns the losses of the steps made now. This adapter's own drafter is not
+        touched."""
+        raise Missing("run")
+
+    def export(self, folder: Path) -> str:
+        """Write the checkpoint that serving reads; returns its layout: `zlab` or `speculators`."""
+        raise Missing("export")
+
+    def tokenize(self, messages: Sequence[Mapping[str, str]]) -> tuple[Sequence[int], Sequence[bool]]:
+        """Token ids of a conversation as the training data has them, and which are trained on."""
+        raise Missing("tokenize")
+
+    def request(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
+        """Token ids that the server forms for these messages, up to where the assistant begins to write."""
+        raise Missing("request")

@@ -1,0 +1,235 @@
+"""The built-in trainer as an adapter.
+
+adapter = Builtin.open(presets.preset("unit"))
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parity.errors import ParityError
+from parity.model import chat
+from parity.model.config import Training
+from parity.model.data import Batch, Document
+from parity.model.decode import Ends, Proposer
+from parity.model.export import save_speculators, save_zlab
+from parity.model.export_layouts import Wiring as Layers
+from parity.model.loss import Teacher
+from parity.model.opening import open_trainer
+from parity.model.states import Captured, StateSource, SyntheticStates, open_target
+from parity.model.step import StepOutput
+from parity.model.trainer import Trainer
+from parity.probes.adapters.base import Adapter, Missing, Reference, Shown
+
+STAND_IN = 8
+"""Documents the trainer is opened with where no data is given; they only say how often each token occurs."""
+SHORT_RUN: dict[str, Any] = {
+    "run.data": {
+        "source": "corpus",
+        "documents": 6,
+        "validation_documents": 0,
+        "length": 256,
+        "document_length": 128,
+    },
+    "run.states.keep_mib": 64,
+    "run.batch": {"rows": 1, "accumulate": 1},
+    "run.save": {"every": 1000, "validate_every": 1000, "tau_prompts": 0},
+}
+"""What is smaller in the run that `Builtin.run` makes; the rest is the recipe's."""
+
+
+class Builtin(Adapter):
+    """`parity.model.trainer.Trainer`. What is shown comes from `trainer.wiring.step` and nothing else."""
+
+    name = "built-in trainer"
+
+    def __init__(self, trainer: Trainer, tokenizer: Any = None) -> None:
+        super().__init__(trainer.training.recipe)
+        self.trainer, self.tokenizer = trainer, tokenizer
+        self.slices = tuple(getattr(trainer.source, "taps", ()))
+        self.vocabulary, self.width = trainer.parts.embed.shape
+        self.dtype = trainer.parts.embed.dtype
+
+    @classmethod
+    def open(cls, training: Training, documents: Sequence[Document] | None = None) -> "Builtin":
+        """The trainer of a training file on its own target; nothing is written.
+
+        documents: the training data; without it a stand-in, which matters for a draft vocabulary that is counted.
+        Raises ParityError as `open_target` does.
+        """
+        parts, source, tokenizer = open_target(training)
+        if documents is None:
+            documents = _stand_in(len(parts.embed), training.run.data.length)
+        return cls(Trainer(training, parts, source, documents), tokenizer)
+
+    # --- required -------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int, training: bool) -> Shown:
+        """`Wiring.step` on the given states."""
+        out = self._step(batch, states, anchors=anchors, seed=seed, training=training)
+        return Shown(
+            loss=out.loss,
+            hidden=out.hidden,
+            head=out.head,
+            anchors=out.anchors,
+            fc_input=out.fc_input,
+            labels=out.labels,
+            teacher=None if out.teacher is None else _teacher_logits(out.teacher),
+        )
+
+    def _step(self, batch: Batch, states: Tensor, **options: Any) -> StepOutput:
+        drafter, recipe = self.trainer.drafter, self.recipe
+        captured = Captured(states=states, taps=self.slices, conditioning=len(recipe.conditioning.layers))
+        before = drafter.training
+        drafter.train(options["training"])
+        try:
+            return self.trainer.wiring.step(batch, captured, **options)
+        finally:
+            drafter.train(before)
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The drafter's, and the target's embedding and head as the step uses them."""
+        shared = {"embed_tokens.weight": self.trainer.parts.embed, "lm_head.weight": self.trainer.wiring.head}
+        return dict(self.trainer.drafter.named_parameters()) | shared
+
+    # --- optional -------------------------------------------------------------------------------------
+
+    def draw(self, batch: Batch, *, seed: int, epoch: int) -> Tensor:
+        """`Wiring.anchors`."""
+        from dataclasses import replace
+
+        return self.trainer.wiring.anchors(replace(batch, epoch=epoch), seed)
+
+    def capture(self, batch: Batch) -> Tensor:
+        """What the run's state source gives."""
+        if self.trainer.training.run.states.kind != "online":
+            raise Missing("capture (the states are offline, and hold the data's tokens only)")
+        return self.trainer.source(batch).states
+
+    def reference(self, batch: Batch) -> Reference:
+        """The target by its own forward, document by document."""
+        parts, rows = self.trainer.parts, []
+        for _, span in batch.spans():
+            rows.append(_own_states(parts, self.trainer.source, batch.tokens[span]))
+        padding = len(batch.tokens) - sum(len(row["logits"]) for row in rows)
+        joined = {
+            name: torch.nn.functional.pad(torch.cat([row[name] for row in rows]), (0, 0, 0, padding))
+            for name in rows[0]
+        }
+        logits = joined.pop("logits")
+        return Reference(embed=parts.embed, head=parts.head, states=joined, logits=logits, norm=parts.norm)
+
+    @torch.no_grad()
+    def draft(self, batch: Batch, states: Tensor, anchor: int) -> Tensor:
+        """`Proposer` on a cache of the states before the anchor."""
+        conditioning = states[:, : len(self.recipe.conditioning.layers)].flatten(1)
+        proposer = Proposer(
+            self.trainer.drafter, Ends(embed=self.trainer.parts.embed, head=self.trainer.parts.head)
+        )
+        document = batch.document[anchor]
+        before = (batch.document == document) & (batch.position < batch.position[anchor])
+        cache = self.trainer.drafter.new_cache()
+        proposer.extend(cache, conditioning[before], batch.position[before], batch.document[before])
+        at = slice(anchor, anchor + 1)
+        made = proposer.logits(
+            cache, batch.tokens[at], batch.position[at], batch.document[at], self.recipe.block.size
+        )
+        return made[0]
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The run's AdamW."""
+        return self.trainer.optimizer
+
+    def update(self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int) -> None:
+        """Backward of the numerator, the trainer's own division and clipping, one optimizer step."""
+        self.trainer.optimizer.zero_grad(set_to_none=True)
+        made = self._step(batch, states, anchors=anchors, seed=seed, training=True).objective
+        made.numerator.backward()
+        self.trainer._divide_and_clip(float(made.denominator))
+        self.trainer.optimizer.step()
+
+    def run(self, folder: Path, until: int) -> Sequence[float]:
+        """The trainer's own loop, with its checkpoints, on a few short documents."""
+        training = self.trainer.training.changed(SHORT_RUN)
+        if training.recipe.attention.window is not None:
+            window = min(training.recipe.attention.window, 128)
+            training = training.changed({"recipe.attention.window": window})
+        trainer = open_trainer(training, out=folder)
+        try:
+            return trainer.run(stop_after=until).losses
+        finally:
+            trainer.close()
+
+    def export(self, folder: Path) -> str:
+        """z-lab's layout, or speculators' where the draft vocabulary is reduced."""
+        drafter, parts, layers = (
+            self.trainer.drafter,
+            self.trainer.parts,
+            self.recipe.conditioning.decoder_layers,
+        )
+        sizes: dict[str, Any] = dict(
+            layers=layers, num_target_layers=parts.layers, vocab_size=len(parts.embed)
+        )
+        wiring = Layers(**sizes) if parts.target is None else Layers.of(parts.target, layers)
+        partial = drafter.config.rope.partial_rotary_factor != 1
+        if drafter.draft_vocab is None:
+            save_zlab(folder, drafter, wiring, partial_rotary=partial, overwrite=True)
+            return "zlab"
+        save_speculators(folder, drafter, wiring, head=parts.head, partial_rotary=partial, overwrite=True)
+        return "speculators"
+
+    def tokenize(self, messages: Sequence[Mapping[str, str]]) -> tuple[Sequence[int], Sequence[bool]]:
+        """As the data is tokenised."""
+        if self.tokenizer is None:
+            raise Missing("tokenize (no tokenizer)")
+        return chat.tokenise(
+            self.tokenizer, [dict(m) for m in messages], self.trainer.training.run.data.thinking
+        )
+
+    def request(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
+        """The target's chat template, as a server applies it."""
+        if self.tokenizer is None:
+            raise Missing("request (no tokenizer)")
+        made = self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=True
+        )
+        return list(made["input_ids"])
+
+
+def _teacher_logits(teacher: Teacher) -> Tensor:
+    """[A, B, V]."""
+    return teacher.states[teacher.index].to(teacher.head) @ teacher.head.T
+
+
+def _stand_in(vocabulary: int, length: int) -> list[Document]:
+    """Documents in which every token occurs, from a fixed seed."""
+    order = np.random.default_rng(0).permutation(vocabulary)
+    size = min(length, 64)
+    tokens = np.resize(order, STAND_IN * size).reshape(STAND_IN, size).astype(np.int64)
+    mask = np.ones(size, dtype=np.bool_)
+    return [Document(sample_id=number, tokens=row, mask=mask) for number, row in enumerate(tokens)]
+
+
+@torch.no_grad()
+def _own_states(parts: Any, source: StateSource, tokens: Tensor) -> dict[str, Tensor]:
+    """Every tap of one document [T, D], and `logits` [T, V], from the target's own outputs."""
+    if isinstance(source, SyntheticStates):
+        made: dict[str, Tensor] = source.target(tokens)
+        return made | {"logits": made["final.postnorm"] @ parts.head.T}
+    if parts.target is None:
+        raise ParityError(
+            "the target's own states", "no target in this process", "use a target that is loaded"
+        )
+    seen: list[Tensor] = []
+    hook = parts.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+    try:
+        out = parts.target.model(tokens[None], output_hidden_states=True, use_cache=False)
+    finally:
+        hook.remove()
+    states = {f"layer.{i}.out": state[0] for i, state in enumerate(out.hidden_states[1:-1])}
+    states |= {f"layer.{parts.layers - 1}.out": seen[-1], "final.prenorm": seen[-1]}
+    return states | {"final.postnorm": out.hidden_states[-1][0], "logits": out.logits[0]}

@@ -1,0 +1,175 @@
+"""Where does noise enter, how much, and is it off in evaluation?
+
+The step is run with the same states, tokens and anchors under several seeds. Exact: labels and teacher logits
+must be bit-equal under all seeds, the fc input equal to the captured slices in evaluation and wherever the recipe
+declares no noise, and one seed must give one result. Statistical: the added noise of each conditioning
+slice has the declared standard deviation within 5 standard errors, and the fourth moment of the declared
+distribution (uniform: kurtosis 1.8; gaussian: 3). Where the declared deviation is below half a unit in the
+last place of the states, addition rounds it away in part; the effective deviation is what is measured, and the limit
+widens by the rounding error, one unit in the last place over sqrt(12).
+
+Bugs it finds: noise on the combined tensor before its last slice becomes the labels (design.md section 1), noise on
+another key, noise left on in validation (speculators before 0.9.0 drew it in the data set). Cost: six steps,
+no gradient. Faults: the `noise` rows of `parity.probes.deviations`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from parity.probes.adapters.asking import Fault, Subject, answer, declared
+from parity.probes.adapters.base import Shown
+from parity.probes.base import Answer
+from parity.reports.record import Chart, Column, Table
+
+SEEDS = (11, 12, 13, 14)
+KURTOSIS = {"uniform": 1.8, "gaussian": 3.0}
+KURTOSIS_ERROR = {"uniform": math.sqrt(1.317), "gaussian": math.sqrt(24)}
+"""Standard error of the sample kurtosis times sqrt(n), by the delta method from the moments m2, m4, m6, m8:
+(m8 - m4^2) / m2^4 + 4 m4^2 (m4 - m2^2) / m2^6 - 4 m4 (m6 - m2 m4) / m2^5."""
+STANDARD_ERRORS = 5.0
+"""Limit of the statistical tests: a healthy run exceeds it once in two million."""
+
+
+class Noise:
+    """Compares steps that differ by the seed only."""
+
+    name = "noise"
+
+    def run(self, subject: Subject) -> Answer:
+        """One finding, and the table of signal to noise per slice."""
+        batch = subject.batch
+        states, anchors = subject.states(batch), subject.anchors(batch)
+        real = batch.document >= 0
+
+        def step(seed: int, training: bool = True) -> Shown:
+            return subject.step(batch, states, anchors=anchors, seed=seed, training=training)
+
+        with torch.no_grad():
+            runs = [step(seed) for seed in SEEDS]
+            again, evaluation = step(SEEDS[0]), [step(seed, training=False) for seed in SEEDS[:2]]
+        wanted = declared(subject.recipe)
+        clean = _clean(subject, states, runs[0].fc_input, wanted)
+        added = [(run.fc_input.detach().double() - clean)[real] for run in runs]
+        width, kind, std = subject.adapter.width, subject.recipe.noise.kind, subject.recipe.noise.std
+        slices = [
+            torch.cat([each[:, at : at + width] for each in added]) for at in range(0, clean.shape[1], width)
+        ]
+        stds = [float(each.square().mean().sqrt()) for each in slices]
+        table = _table(wanted, clean[real], slices, width)
+        faults = _size_faults(kind, std, stds, slices, clean[real], width)
+        moved = _moved(runs)
+        if moved is not None:
+            words = f"{moved[0]} move by up to {moved[1]:.3g} when only the seed changes"
+            faults.insert(
+                0, Fault(name="noise-on-teacher", measured=words, evidence=(("largest change", moved[1]),))
+            )
+        still = max(float((out.fc_input.double() - clean)[real].abs().max()) for out in evaluation)
+        if still > 0:
+            words = f"fc's input differs from the states by up to {still:.3g}"
+            faults.append(
+                Fault(name="noise-in-evaluation", measured=words, evidence=(("largest change", still),))
+            )
+        if not torch.equal(again.fc_input, runs[0].fc_input):
+            faults.append(
+                Fault(name="noise-unseeded", measured=f"seed {SEEDS[0]} twice gives two inputs of fc")
+            )
+        sentence = "no noise: fc's input is exactly the captured states under every seed"
+        if max(stds) > 0:
+            sentence = (
+                f"noise of std {_mean(stds):.4g} on {sum(value > 0 for value in stds)} of {len(stds)} slices"
+            )
+        sentence += ", the labels do not move" if moved is None else f", {moved[0]} move with it"
+        sentence += ", off in evaluation" if still == 0 else ", on in evaluation"
+        facts = {
+            "noise.std": _mean(stds),
+            "noise.moves_labels": moved is not None,
+            "noise.in_evaluation": still > 0,
+        }
+        return answer(self.name, sentence, faults, facts=facts, tables=[table])
+
+
+def _mean(values: list[float]) -> float:
+    return math.sqrt(sum(value**2 for value in values) / len(values)) if values else 0.0
+
+
+def _clean(subject: Subject, states: Tensor, fc_input: Tensor, wanted: tuple[str, ...]) -> Tensor:
+    """[S, F] in float64: the declared slices side by side, cut or filled up to what fc is really fed."""
+    order = [subject.adapter.slices.index(name) for name in wanted if name in subject.adapter.slices]
+    width = subject.adapter.width
+    more = [index for index in range(states.shape[1]) if index not in order]
+    order = (order + more)[: fc_input.shape[1] // width]
+    return states[:, order].detach().to(fc_input.dtype).flatten(1).double()
+
+
+def _moved(runs: list[Shown]) -> tuple[str, float] | None:
+    """What of the labels' side depends on the seed, and by how much."""
+    for what in ("teacher", "labels"):
+        values = [getattr(run, what) for run in runs]
+        if values[0] is not None:
+            size = max(float((value.double() - values[0].double()).abs().max()) for value in values)
+            if size > 0:
+                return {"teacher": "the teacher's logits", "labels": "the labels"}[what], size
+    return None
+
+
+def _size_faults(
+    kind: str, std: float, stds: list[float], slices: list[Tensor], clean: Tensor, width: int
+) -> list[Fault]:
+    """Faults of amount and distribution."""
+    largest = max(stds)
+    if kind == "none":
+        words = f"std {largest:.4g} is added to fc's input"
+        return (
+            [Fault(name="noise-undeclared", measured=words, evidence=(("std", largest),))] if largest else []
+        )
+    if largest == 0:
+        return [Fault(name="noise-missing", measured=f"std {std:g} is declared and fc's input never moves")]
+    silent = [index for index, value in enumerate(stds) if value == 0]
+    if silent:
+        return [Fault(name="noise-slices", measured=f"slices {silent} of {len(stds)} get none")]
+    rounding = [_rounding(clean[:, at * width : (at + 1) * width]) for at in range(len(stds))]
+    for index, (value, each) in enumerate(zip(stds, slices, strict=True)):
+        error = std * math.sqrt((KURTOSIS[kind] - 1) / (4 * each.numel()))
+        limit = STANDARD_ERRORS * error + rounding[index]
+        if abs(value - std) > limit:
+            words = f"{value:.4g} on slice {index}, declared {std:g} (limit {limit:.2g})"
+            return [Fault(name="noise-std", measured=words, evidence=(("std", value), ("limit", limit)))]
+    whole = torch.cat([each.flatten() for each in slices])
+    kurtosis = float(whole.pow(4).mean() / whole.square().mean() ** 2)
+    error = KURTOSIS_ERROR[kind] / math.sqrt(len(whole))
+    if max(rounding) < std / 10 and abs(kurtosis - KURTOSIS[kind]) > STANDARD_ERRORS * error:
+        words = f"kurtosis {kurtosis:.3f}, {kind} noise has {KURTOSIS[kind]}"
+        return [Fault(name="noise-kind", measured=words, evidence=(("kurtosis", kurtosis),))]
+    return []
+
+
+def _rounding(states: Tensor) -> float:
+    """Root mean square error of one addition in float32 at these magnitudes: a uniform error of one ulp."""
+    return float((states.abs() * torch.finfo(torch.float32).eps).square().mean().sqrt()) / math.sqrt(12)
+
+
+def _table(wanted: tuple[str, ...], clean: Tensor, slices: list[Tensor], width: int) -> Table:
+    """Signal to noise per conditioning slice."""
+    rows = []
+    for index, each in enumerate(slices):
+        signal = float(clean[:, index * width : (index + 1) * width].square().mean().sqrt())
+        noise = float(each.square().mean().sqrt())
+        name = wanted[index] if index < len(wanted) else f"slice {index}, undeclared"
+        rows.append((index, name, signal, noise, signal / noise if noise else float("inf")))
+    return Table(
+        name="noise.slices",
+        title="Signal and noise of every slice that enters fc",
+        columns=(
+            Column(key="slice", title="slice", kind="int"),
+            Column(key="tap", title="tap"),
+            Column(key="signal", title="signal", unit="rms", kind="float"),
+            Column(key="noise", title="noise", unit="rms", kind="float"),
+            Column(key="ratio", title="signal/noise", kind="float"),
+        ),
+        rows=tuple(rows),
+        caption="On synthetic states of rms 1.",
+        chart=Chart(kind="bars", x="tap", y="noise"),
+        detail=True,
+    )
