@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parity.errors import ParityError
 from parity.model import chat
 from parity.model.config import Training
 from parity.model.data import Batch, Document
@@ -20,10 +19,11 @@ from parity.model.export import save_speculators, save_zlab
 from parity.model.export_layouts import Wiring as Layers
 from parity.model.loss import Teacher
 from parity.model.opening import open_trainer
-from parity.model.states import Captured, StateSource, SyntheticStates, open_target
+from parity.model.states import Captured, open_target
 from parity.model.step import StepOutput
 from parity.model.trainer import Trainer
 from parity.probes.adapters.base import Adapter, Missing, Reference, Shown
+from parity.probes.adapters.targets import TargetSide
 
 STAND_IN = 8
 """Documents the trainer is opened with where no data is given; they only say how often each token occurs."""
@@ -112,16 +112,13 @@ class Builtin(Adapter):
 
     def reference(self, batch: Batch) -> Reference:
         """The target by its own forward, document by document."""
-        parts, rows = self.trainer.parts, []
-        for _, span in batch.spans():
-            rows.append(_own_states(parts, self.trainer.source, batch.tokens[span]))
-        padding = len(batch.tokens) - sum(len(row["logits"]) for row in rows)
-        joined = {
-            name: torch.nn.functional.pad(torch.cat([row[name] for row in rows]), (0, 0, 0, padding))
-            for name in rows[0]
-        }
-        logits = joined.pop("logits")
-        return Reference(embed=parts.embed, head=parts.head, states=joined, logits=logits, norm=parts.norm)
+        side = TargetSide(
+            training=self.trainer.training,
+            parts=self.trainer.parts,
+            source=self.trainer.source,
+            tokenizer=self.tokenizer,
+        )
+        return side.reference(batch)
 
     @torch.no_grad()
     def draft(self, batch: Batch, states: Tensor, anchor: int) -> Tensor:
@@ -212,24 +209,3 @@ def _stand_in(vocabulary: int, length: int) -> list[Document]:
     tokens = np.resize(order, STAND_IN * size).reshape(STAND_IN, size).astype(np.int64)
     mask = np.ones(size, dtype=np.bool_)
     return [Document(sample_id=number, tokens=row, mask=mask) for number, row in enumerate(tokens)]
-
-
-@torch.no_grad()
-def _own_states(parts: Any, source: StateSource, tokens: Tensor) -> dict[str, Tensor]:
-    """Every tap of one document [T, D], and `logits` [T, V], from the target's own outputs."""
-    if isinstance(source, SyntheticStates):
-        made: dict[str, Tensor] = source.target(tokens)
-        return made | {"logits": made["final.postnorm"] @ parts.head.T}
-    if parts.target is None:
-        raise ParityError(
-            "the target's own states", "no target in this process", "use a target that is loaded"
-        )
-    seen: list[Tensor] = []
-    hook = parts.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
-    try:
-        out = parts.target.model(tokens[None], output_hidden_states=True, use_cache=False)
-    finally:
-        hook.remove()
-    states = {f"layer.{i}.out": state[0] for i, state in enumerate(out.hidden_states[1:-1])}
-    states |= {f"layer.{parts.layers - 1}.out": seen[-1], "final.prenorm": seen[-1]}
-    return states | {"final.postnorm": out.hidden_states[-1][0], "logits": out.logits[0]}

@@ -1,0 +1,287 @@
+"""SpecForge 0.2.0 as an adapter: its normaliser and collation, its DFlash strategy, its training model.
+
+    adapter = SpecForge.open(preset("specforge-0.2"))
+
+Runs on CPU with sdpa attention. It does not pack: every document of a synthetic row is a row of its own, padded on the
+right. Its labels are the data's tokens and it takes no teacher state. Its states come from SGLang, so there is no
+capture to ask here; its controller expects torch.distributed, so there is no run to resume. Drafting is asked of
+z-lab's reader, whose layout its checkpoints have.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity.errors import ParityError
+from parity.model.config import Training
+from parity.model.data import Batch
+from parity.probes.adapters.base import Adapter, Missing, Reference, Shown
+from parity.probes.adapters.targets import TargetSide, ZlabDraft, body_of, conditioning_before
+
+
+class SpecForge(Adapter):
+    """`DFlashTrainStrategy.forward_loss` on what its normaliser and collator make of the captured states."""
+
+    name = "SpecForge 0.2.0"
+    packs = False
+
+    def __init__(self, target: TargetSide, strategy: Any) -> None:
+        """strategy: a DFlashTrainStrategy around an OnlineDFlashModel."""
+        super().__init__(target.training.recipe)
+        self.target, self.strategy, self.model = target, strategy, strategy.trainable_module()
+        self.slices = tuple(f"layer.{layer}.out" for layer in self.recipe.conditioning.decoder_layers)
+        self.width, self.vocabulary = target.width, target.vocabulary
+        self.dtype = target.parts.embed.dtype
+        self._optimizer: Any = None
+        self._reader: ZlabDraft | None = None
+
+    @classmethod
+    def open(cls, training: Training) -> "SpecForge":
+        """A new drafter for a training file's target, configured as the recipe declares. Raises ParityError for what
+        SpecForge cannot be told, or where it is not installed (`make peers`)."""
+        draft, family, base = _imports()
+        from transformers import Qwen3Config
+
+        recipe, target = training.recipe, TargetSide.open(training)
+        loss = recipe.loss
+        if dict(loss.terms) != {"ce": 1.0} or recipe.draft_vocab:
+            asked = f"recipe.loss.terms: {dict(loss.terms)}, recipe.draft_vocab: {recipe.draft_vocab}"
+            raise ParityError(asked, "SpecForge's DFlash has ce over all tokens", "declare that")
+        config = Qwen3Config(**target.zlab_config())
+        config._attn_implementation = "sdpa"
+        with torch.random.fork_rng():
+            torch.manual_seed(training.run.seed)
+            drafter = draft.DFlashDraftModel(config)
+        model = family.OnlineDFlashModel(
+            draft_model=drafter,
+            target_lm_head=_frozen(nn.Linear(target.width, target.vocabulary, bias=False), target.parts.head),
+            target_embed_tokens=_frozen(nn.Embedding(target.vocabulary, target.width), target.parts.embed),
+            mask_token_id=recipe.block.mask_token_id,
+            block_size=recipe.block.size,
+            attention_backend="sdpa",
+            num_anchors=recipe.block.anchors,
+            loss_decay_gamma=loss.weights.gamma,
+            loss_type="dpace" if loss.weights.kind == "dpace" else "dflash",
+            dpace_alpha=0.5 if loss.weights.alpha is None else loss.weights.alpha,
+        )
+        return cls(target, base.DFlashTrainStrategy(model.to(target.parts.embed.dtype)))
+
+    # --- required -------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int, training: bool) -> Shown:
+        """The strategy's loss with these anchors in place of `_sample_anchor_positions`."""
+        rows = _Rows(batch)
+        before = self.model.training
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.model.train(training)
+            try:
+                seen, loss = self._forward(rows, states, anchors)
+            finally:
+                self.model.train(before)
+        row, place = rows.at(anchors)
+        number = torch.tensor([int((row[:index] == row[index]).sum()) for index in range(len(row))])
+        size = self.recipe.block.size
+        hidden = seen["hidden"].view(len(rows), -1, size, self.width)[row, number]
+        labels, weights = (torch.cat(seen[name], dim=1)[row, number] for name in ("labels", "weights"))
+        return Shown(
+            loss=loss,
+            hidden=hidden,
+            head=self.model.lm_head.weight,
+            anchors=rows.start[row] + place,
+            fc_input=rows.packed(seen["fc"]),
+            labels=torch.where(weights > 0, labels, torch.full_like(labels, -1)),
+        )
+
+    def _forward(self, rows: "_Rows", states: Tensor, anchors: Tensor) -> tuple[dict[str, Any], Tensor]:
+        """What the forward used on its way, and its loss."""
+        from specforge.runtime.contracts import TrainBatch
+
+        model, seen = self.model, dict[str, Any](labels=[], weights=[])
+        draft, terms = model._forward_draft_blocks, model._dflash_objective_chunk_terms
+
+        def keep_hidden(*args: Any, **kwargs: Any) -> Any:
+            made = draft(*args, **kwargs)
+            seen["hidden"] = made[2]
+            return made
+
+        def keep_labels(hidden: Tensor, labels: Tensor, weights: Tensor) -> Any:
+            seen["labels"].append(labels)
+            seen["weights"].append(weights)
+            return terms(hidden, labels, weights)
+
+        hook = model.draft_model.fc.register_forward_pre_hook(lambda _, args: seen.update(fc=args[0]))
+        model._sample_anchor_positions = lambda *_, **__: rows.blocks(anchors)
+        model._forward_draft_blocks, model._dflash_objective_chunk_terms = keep_hidden, keep_labels
+        try:
+            tensors = self._batch(rows, states)
+            batch = TrainBatch(
+                sample_ids=[str(n) for n in range(len(rows))], strategy="dflash", tensors=tensors
+            )
+            loss = self.strategy.forward_loss(batch).loss
+        finally:
+            hook.remove()
+            for name in (
+                "_sample_anchor_positions",
+                "_forward_draft_blocks",
+                "_dflash_objective_chunk_terms",
+            ):
+                delattr(model, name)
+        seen["labels"], seen["weights"] = (
+            list(seen["labels"]),
+            list(seen["weights"]),
+        )  # backward runs the chunks again
+        return seen, loss
+
+    def _batch(self, rows: "_Rows", states: Tensor) -> dict[str, Tensor]:
+        """Features [rows, longest, ...] by its own normaliser and collator."""
+        from specforge.algorithms.common import dflash_family_data as data
+
+        features = []
+        for span in rows.spans:
+            raw = {
+                "input_ids": rows.batch.tokens[span],
+                "loss_mask": rows.batch.loss_mask[span].long(),
+                "hidden_states": states[span].flatten(1),
+            }
+            features.append(data.normalize_offline_sample(raw, max_len=rows.longest))
+        made: dict[str, Tensor] = data.build_collator()(features)
+        return made
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The draft model's by z-lab's names, and the target's two ends."""
+        shared = {
+            "embed_tokens.weight": self.model.embed_tokens.weight,
+            "lm_head.weight": self.model.lm_head.weight,
+        }
+        return dict(self.model.draft_model.named_parameters()) | shared
+
+    # --- optional -------------------------------------------------------------------------------------
+
+    def draw(self, batch: Batch, *, seed: int, epoch: int) -> Tensor:
+        """`_sample_anchor_positions`, from the global generator seeded by (seed, epoch)."""
+        rows = _Rows(batch)
+        mask = rows.padded(batch.loss_mask.long()[:, None])[..., 0]
+        with torch.random.fork_rng():
+            torch.manual_seed(seed * 1_000_003 + epoch)
+            anchors, keep = self.model._sample_anchor_positions(rows.longest, mask, mask.device)
+        drawn: Tensor = (rows.start[:, None] + anchors)[keep]
+        return drawn.sort().values
+
+    def capture(self, batch: Batch) -> Tensor:
+        """SGLang's business."""
+        raise Missing("capture (SGLang makes its states: hold its .ckpt files against a capture of ours)")
+
+    def reference(self, batch: Batch) -> Reference:
+        """The target by its own forward."""
+        return self.target.reference(batch)
+
+    def draft(self, batch: Batch, states: Tensor, anchor: int) -> Tensor:
+        """z-lab's reader with the draft model's own configuration and weights."""
+        if self._reader is None:
+            self._reader = ZlabDraft(self.model.draft_model.config.to_dict())
+        return self._reader.logits(
+            body_of(self.parameters()),
+            self.model.embed_tokens.weight,
+            self.model.lm_head.weight,
+            token=int(batch.tokens[anchor]),
+            states=conditioning_before(batch, states, anchor, len(self.slices)),
+            size=self.recipe.block.size,
+        )
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The AdamW inside its BF16Optimizer, over fp32 copies of the parameters."""
+        raise Missing("optimizer (its BF16Optimizer trains fp32 copies: membership says nothing)")
+
+    def update(self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int) -> None:
+        """Backward and a step of its own optimizer, made anew each time so that nothing of it is left."""
+        from specforge.optimizer import BF16Optimizer
+
+        part = self.target.training.run.optimizer
+        own = BF16Optimizer(
+            self.model.draft_model, lr=part.lr, max_grad_norm=part.clip or 0.5, warmup_ratio=0.0
+        )
+        self.step(batch, states, anchors=anchors, seed=seed, training=True).loss.backward()  # type: ignore[no-untyped-call]
+        own.step()
+
+    def run(self, folder: Path, until: int) -> Sequence[float]:
+        """Not without its distributed set-up."""
+        raise Missing("run (its controller expects torch.distributed and NCCL)")
+
+    def export(self, folder: Path) -> str:
+        """Its export's two lines: `save_pretrained`, then both rope schemas."""
+        from specforge.export.checkpoint_io import apply_legacy_rope_scaling
+
+        self.model.draft_model.save_pretrained(str(folder))
+        apply_legacy_rope_scaling(str(folder))
+        return "zlab"
+
+    def tokenize(self, messages: Sequence[Mapping[str, str]]) -> tuple[Sequence[int], Sequence[bool]]:
+        """Its parsers are bound to named templates."""
+        raise Missing("tokenize (its parsers know templates by name, and not this target's)")
+
+    def request(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
+        """The target's chat template."""
+        return self.target.request([dict(each) for each in messages])
+
+
+class _Rows:
+    """A packed row as SpecForge has it: one row a document, padded on the right."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.spans = [span for _, span in batch.spans()]
+        self.start = torch.tensor([span.start for span in self.spans])
+        self.longest = max(span.stop - span.start for span in self.spans)
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def at(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Row and place within it of token indices [A]."""
+        row = self.batch.document[tokens]
+        return row, tokens - self.start[row]
+
+    def padded(self, values: Tensor) -> Tensor:
+        """[S, F] -> [rows, longest, F], zeros behind each document."""
+        out = values.new_zeros(len(self), self.longest, values.shape[1])
+        for row, span in enumerate(self.spans):
+            out[row, : span.stop - span.start] = values[span]
+        return out
+
+    def packed(self, values: Tensor) -> Tensor:
+        """[rows, longest, F] -> [S, F], in the graph."""
+        parts = [values[row, : span.stop - span.start] for row, span in enumerate(self.spans)]
+        joined = torch.cat(parts)
+        return nn.functional.pad(joined, (0, 0, 0, len(self.batch.tokens) - len(joined)))
+
+    def blocks(self, anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """Anchors as its sampler gives them: places [rows, widest], and which of them are there."""
+        row, place = self.at(anchors)
+        counts = torch.bincount(row, minlength=len(self))
+        keep = torch.arange(int(counts.max())) < counts[:, None]
+        places = torch.zeros(keep.shape, dtype=torch.long)
+        places[keep] = place  # by row, then in the order of `anchors`, which rise
+        return places, keep
+
+
+def _imports() -> tuple[Any, Any, Any]:
+    """Its draft model, training model and strategies. Raises ParityError where it is not installed."""
+    try:
+        from specforge.algorithms.common import dflash_family_model as family
+        from specforge.modeling.draft import dflash as draft
+        from specforge.training.strategies import base
+    except ImportError as error:
+        do = "install it without its dependencies: make peers"
+        raise ParityError("the adapter for SpecForge 0.2.0", str(error), do) from error
+    return draft, family, base
+
+
+@torch.no_grad()
+def _frozen(module: Any, weight: Tensor) -> Any:
+    """One of the target's ends as a module of its own."""
+    module.weight.copy_(weight)
+    return module.requires_grad_(False)

@@ -1,0 +1,287 @@
+"""speculators 0.9.0 as an adapter: its data set's own split of the states, its collation, its model's forward.
+
+    adapter = Speculators.open(preset("speculators-0.9"))
+
+Runs on CPU with sdpa attention and its eager losses (facts/trainers.md 3.3). Its states are those that vLLM wrote
+(`hs_*.safetensors`), so there is no capture to ask here; its Trainer moves the model to a CUDA device, so there
+is no run to resume. Drafting is asked of z-lab's reader with the declared attention, which counts windows per query
+as vLLM does.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.errors import ParityError
+from parity.model.config import Training
+from parity.model.data import Batch
+from parity.model.export_layouts import speculators_config
+from parity.probes.adapters.base import Adapter, Missing, Reference, Shown
+from parity.probes.adapters.targets import TargetSide, ZlabDraft, body_of, conditioning_before
+
+TERMS = {"ce": "ce", "kl": "kl_div", "rkl": "rkl", "js": "jsd", "tv": "tv", "nla": "nla", "lk": "lk_hybrid"}
+"""Our names of loss terms -> speculators'."""
+WEIGHTS = {"exp": "fixed-exp-decay", "dpace": "dpace"}
+
+
+class Speculators(Adapter):
+    """`DFlashDraftModel.forward` on what `ArrowDataset` and `CollateFn` make of the captured states."""
+
+    name = "speculators 0.9.0"
+
+    def __init__(self, target: TargetSide, model: Any, *, call: Mapping[str, Any]) -> None:
+        """model: a DFlashDraftModel. call: keywords of its forward in training, as `get_trainer_kwargs` gives them."""
+        super().__init__(target.training.recipe)
+        self.target, self.model, self.call = target, model, dict(call)
+        self.slices = (
+            *(f"layer.{layer}.out" for layer in self.recipe.conditioning.decoder_layers),
+            "final.prenorm",
+        )
+        self.width, self.vocabulary = target.width, target.vocabulary
+        self.dtype = target.parts.embed.dtype
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._reader: ZlabDraft | None = None
+
+    @classmethod
+    def open(cls, training: Training) -> "Speculators":
+        """A new drafter for a training file's target, configured as the recipe declares. Raises ParityError for what
+        speculators cannot be told, or where it is not installed (`make peers`)."""
+        core, losses = _imports()
+        target, recipe = TargetSide.open(training), training.recipe
+        size = recipe.draft_vocab.size if recipe.draft_vocab else target.vocabulary
+        config = _config(target, size)
+        with torch.random.fork_rng():
+            torch.manual_seed(training.run.seed)
+            model = core.DFlashDraftModel(config)
+        if recipe.draft_vocab:
+            model.load_vocab_mappings(*_most_frequent(size, target.vocabulary))
+        _load_verifier(model, target)
+        weights = recipe.loss.weights
+        if weights.kind not in WEIGHTS or set(recipe.loss.terms) - TERMS.keys():
+            asked = f"recipe.loss: {dict(recipe.loss.terms)} with {weights.kind} weights"
+            raise ParityError(asked, "speculators has exp and dpace weights", "declare what it can be told")
+        call, _ = core.DFlashDraftModel.get_trainer_kwargs(
+            loss_fn=json.dumps({TERMS[name]: factor for name, factor in recipe.loss.terms.items()}),
+            loss_implementation="eager",
+            dflash_decay_gamma=weights.gamma or 4.0,
+            max_anchors=recipe.block.anchors,
+            per_position_loss_weight=WEIGHTS[weights.kind],
+            dpace_alpha=0.5 if weights.alpha is None else weights.alpha,
+        )
+        del losses
+        return cls(target, model.to(target.parts.embed.dtype), call=call)
+
+    # --- required -------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int, training: bool) -> Shown:
+        """The model's forward with these anchors in place of `select_anchors`."""
+        with torch.random.fork_rng(), _training(self.model, training):
+            torch.manual_seed(seed)
+            seen, loss = self._forward(batch, states, anchors)
+        hidden, logits, targets, mask, _ = seen["backbone"]
+        blocks = (len(anchors), self.recipe.block.size)
+        labels = targets[0].argmax(-1).view(blocks)
+        return Shown(
+            loss=loss,
+            hidden=hidden[0].view(*blocks, -1),
+            head=self.model.lm_head.weight,
+            anchors=seen["anchors"],
+            fc_input=seen["fc"][0],
+            labels=torch.where(mask[0].view(blocks) > 0, labels, torch.full_like(labels, -1)),
+            teacher=targets[0].view(*blocks, -1),
+        )
+
+    def _forward(self, batch: Batch, states: Tensor, anchors: Tensor) -> tuple[dict[str, Any], Tensor]:
+        """What the forward used on its way, and its loss."""
+        seen: dict[str, Any] = {}
+        backbone = self.model._backbone_forward
+
+        def keep(*args: Any, **kwargs: Any) -> Any:
+            seen["backbone"] = backbone(*args, **kwargs)
+            return seen["backbone"]
+
+        hook = self.model.fc.register_forward_pre_hook(lambda _, args: seen.update(fc=args[0]))
+        self.model._backbone_forward = keep
+        try:
+            with _fixed_anchors(anchors, seen):
+                call = self.call | {"max_anchors": len(anchors)}
+                _, loss, _ = self.model(**self._batch(batch, states), **call)
+        finally:
+            hook.remove()
+            del self.model._backbone_forward
+        return seen, loss
+
+    def _batch(self, batch: Batch, states: Tensor) -> dict[str, Any]:
+        """What the trainer hands to the model: the data set's items, collated."""
+        from speculators.train.data import ArrowDataset, CollateFn
+
+        rows, cached = [], []
+        for _, span in batch.spans():
+            rows.append({"input_ids": batch.tokens[span], "loss_mask": batch.loss_mask[span].long()})
+            cached.append({"hidden_states": states[span], "token_ids": batch.tokens[span]})
+        data = ArrowDataset.__new__(ArrowDataset)  # its __init__ reads a folder; its items are what we want
+        data.data, data.start_file_idx, data.on_missing = rows, 0, "raise"
+        data.transfer = SimpleNamespace(get_cached=cached.__getitem__)
+        data.max_len, data.hidden_states_dtype = len(batch.tokens), states.dtype
+        collate = CollateFn(len(batch.tokens), self.width, states.shape[1] - 1, dtype=states.dtype)
+        made: dict[str, Any] = collate([data[index] for index in range(len(rows))])
+        return made
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The model's own; z-lab's names."""
+        return dict(self.model.named_parameters())
+
+    # --- optional -------------------------------------------------------------------------------------
+
+    def draw(self, batch: Batch, *, seed: int, epoch: int) -> Tensor:
+        """`select_anchors`, from the global generator seeded by (seed, epoch)."""
+        core, _ = _imports()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed * 1_000_003 + epoch)
+            mask = batch.loss_mask.long()[None]
+            anchors, valid = core.select_anchors(mask, self.recipe.block.anchors, self.recipe.block.size)
+        drawn: Tensor = anchors[valid]
+        return drawn
+
+    def capture(self, batch: Batch) -> Tensor:
+        """vLLM's business."""
+        raise Missing(
+            "capture (vLLM writes its states: hold a folder of hs_*.safetensors against a capture of ours)"
+        )
+
+    def reference(self, batch: Batch) -> Reference:
+        """The target by its own forward."""
+        return self.target.reference(batch)
+
+    def draft(self, batch: Batch, states: Tensor, anchor: int) -> Tensor:
+        """z-lab's reader with the declared attention and these weights."""
+        if self._reader is None:
+            self._reader = ZlabDraft(self.target.zlab_config())
+        return self._reader.logits(
+            body_of(self.parameters()),
+            self.model.embed_tokens.weight,
+            self.model.lm_head.weight,
+            token=int(batch.tokens[anchor]),
+            states=conditioning_before(batch, states, anchor, len(self.slices) - 1),
+            size=self.recipe.block.size,
+        )
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Its AdamW (its default, Muon with AdamW, are two)."""
+        from speculators.train.optimizers import build_optimizers
+
+        if self._optimizer is None:
+            part = self.target.training.run.optimizer
+            config = SimpleNamespace(optimizer="adamw", lr=part.lr, weight_decay=part.weight_decay)
+            self._optimizer = build_optimizers(self.model, config)[0]
+        return self._optimizer
+
+    def update(self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int) -> None:
+        """The order of its Trainer.train_epoch: zero_grad, backward, clip at 1, step."""
+        shown, optimizer = (
+            self.step(batch, states, anchors=anchors, seed=seed, training=True),
+            self.optimizer(),
+        )
+        optimizer.zero_grad(set_to_none=True)
+        shown.loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        optimizer.step()
+
+    def run(self, folder: Path, until: int) -> Sequence[float]:
+        """Not on a CPU."""
+        raise Missing("run (its Trainer moves the model to a CUDA device)")
+
+    def export(self, folder: Path) -> str:
+        """`save_pretrained`."""
+        self.model.save_pretrained(str(folder))
+        return "speculators"
+
+    def tokenize(self, messages: Sequence[Mapping[str, str]]) -> tuple[Sequence[int], Sequence[bool]]:
+        """A vLLM server's business."""
+        raise Missing("tokenize (its data is rendered by a vLLM server)")
+
+    def request(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
+        """The target's chat template."""
+        return self.target.request([dict(each) for each in messages])
+
+
+def _imports() -> tuple[Any, Any]:
+    """Its model's module and its losses. Raises ParityError where it is not installed."""
+    try:
+        from speculators import losses
+        from speculators.models.dflash import core
+    except ImportError as error:
+        do = "install it without its dependencies: make peers"
+        raise ParityError("the adapter for speculators 0.9.0", str(error), do) from error
+    return core, losses
+
+
+def _config(target: TargetSide, draft_vocab: int) -> Any:
+    """A DFlashSpeculatorConfig of the declared drafter, with attention that runs on a CPU."""
+    from speculators.models.dflash.config import DFlashSpeculatorConfig
+
+    config = DFlashSpeculatorConfig(
+        **speculators_config(target.drafter, target.layers, "float32", draft_vocab)
+    )
+    config.transformer_layer_config._attn_implementation = "sdpa"
+    return config
+
+
+def _most_frequent(size: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Its own maps (t2d, d2t) for a reduced vocabulary, from counts that fall with the token's number."""
+    from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+
+    counts = {token: vocabulary - token for token in range(0, vocabulary, 2)}
+    d2t, t2d = build_vocab_mappings_from_distribution(counts, size, vocabulary)
+    return t2d, d2t
+
+
+@torch.no_grad()
+def _load_verifier(model: Any, target: TargetSide) -> None:
+    """Its own loading where the target is a folder that it can read, else the same tensors put in place."""
+    name = model.config.speculators_config.verifier.name_or_path
+    if name is not None and Path(name).is_dir():
+        model.load_verifier_weights()
+        return
+    parts = target.parts
+    head = parts.head if model.t2d is None else parts.head[model.t2d]
+    model.embed_tokens.weight.copy_(parts.embed)
+    model.lm_head.weight.copy_(head)
+    model.verifier_lm_head.weight.copy_(head)
+    model.verifier_norm.weight.copy_(parts.norm.weight)
+
+
+@contextmanager
+def _fixed_anchors(anchors: Tensor, seen: dict[str, Any]) -> Iterator[None]:
+    """`select_anchors` gives these instead of drawing; what the model then uses is kept."""
+    core, _ = _imports()
+    own = core.select_anchors
+
+    def fixed(loss_mask: Tensor, count: int, block_size: int) -> tuple[Tensor, Tensor]:
+        seen["anchors"] = anchors
+        return anchors.to(loss_mask.device), torch.ones(
+            len(anchors), dtype=torch.bool, device=loss_mask.device
+        )
+
+    core.select_anchors = fixed
+    try:
+        yield
+    finally:
+        core.select_anchors = own
+
+
+@contextmanager
+def _training(model: Any, training: bool) -> Iterator[None]:
+    """The model's mode for the time of a step."""
+    before = model.training
+    model.train(training)
+    try:
+        yield
+    finally:
+        model.train(before)

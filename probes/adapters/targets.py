@@ -1,0 +1,173 @@
+"""The target beside the trainer: its parts, its own states and logits, and the layout of drafters between them.
+
+Adapters of other trainers use it to build a drafter for a recipe's target and to answer `reference`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.errors import ParityError
+from parity.model import chat
+from parity.model.config import Training
+from parity.model.data import Batch
+from parity.model.drafter_config import DrafterConfig
+from parity.model.export_layouts import Wiring as Layers
+from parity.model.export_layouts import zlab_config
+from parity.model.states import Parts, SyntheticStates, open_target
+from parity.model.step import drafter_config
+from parity.probes.adapters.base import Missing, Reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSide:
+    """What a recipe's target gives to any trainer."""
+
+    training: Training
+    parts: Parts
+    source: Any
+    tokenizer: Any
+
+    @classmethod
+    def open(cls, training: Training) -> "TargetSide":
+        """Load the target of a training file. Raises ParityError as `open_target` does."""
+        parts, source, tokenizer = open_target(training)
+        return cls(training=training, parts=parts, source=source, tokenizer=tokenizer)
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return int(self.parts.embed.shape[1])
+
+    @property
+    def vocabulary(self) -> int:
+        """The target's tokens."""
+        return len(self.parts.embed)
+
+    @cached_property
+    def drafter(self) -> DrafterConfig:
+        """The drafter's sizes and rules as the training file declares them."""
+        return drafter_config(self.training.recipe, self.training.run, self.parts)
+
+    @cached_property
+    def layers(self) -> Layers:
+        """What readers of a checkpoint must know of the target."""
+        layers = self.training.recipe.conditioning.decoder_layers
+        if self.parts.target is not None:
+            return Layers.of(self.parts.target, layers)
+        return Layers(layers=layers, num_target_layers=self.parts.layers, vocab_size=self.vocabulary)
+
+    def zlab_config(self) -> dict[str, Any]:
+        """config.json of the declared drafter in z-lab's layout, in float32."""
+        return zlab_config(self.drafter, self.layers, "float32")
+
+    def reference(self, batch: Batch) -> Reference:
+        """The target by its own forward, document by document, zeros on padding."""
+        rows = [own_states(self.parts, self.source, batch.tokens[span]) for _, span in batch.spans()]
+        padding = len(batch.tokens) - sum(len(row["logits"]) for row in rows)
+        joined = {
+            name: torch.nn.functional.pad(torch.cat([row[name] for row in rows]), (0, 0, 0, padding))
+            for name in rows[0]
+        }
+        logits = joined.pop("logits")
+        return Reference(
+            embed=self.parts.embed,
+            head=self.parts.head,
+            states=joined,
+            logits=logits,
+            norm=self.parts.norm,
+        )
+
+    def tokenize(self, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
+        """As our data is tokenised. Raises Missing."""
+        if self.tokenizer is None:
+            raise Missing("tokenize (the target has no tokenizer)")
+        return chat.tokenise(self.tokenizer, messages, self.training.run.data.thinking)
+
+    def request(self, messages: list[dict[str, str]]) -> list[int]:
+        """The target's chat template, as a server applies it. Raises Missing."""
+        if self.tokenizer is None:
+            raise Missing("request (the target has no tokenizer)")
+        made = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return list(made["input_ids"])
+
+
+@torch.no_grad()
+def own_states(parts: Parts, source: Any, tokens: Tensor) -> dict[str, Tensor]:
+    """Every tap of one document [T, D], and `logits` [T, V], from the target's own outputs."""
+    if isinstance(source, SyntheticStates):
+        made: dict[str, Tensor] = source.target(tokens)
+        return made | {"logits": made["final.postnorm"] @ parts.head.T}
+    if parts.target is None:
+        raise ParityError(
+            "the target's own states", "no target in this process", "use a target that is loaded"
+        )
+    seen: list[Tensor] = []
+    hook = parts.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+    try:
+        out = parts.target.model(tokens[None], output_hidden_states=True, use_cache=False)
+    finally:
+        hook.remove()
+    states = {f"layer.{i}.out": state[0] for i, state in enumerate(out.hidden_states[1:-1])}
+    states |= {f"layer.{parts.layers - 1}.out": seen[-1], "final.prenorm": seen[-1]}
+    return states | {"final.postnorm": out.hidden_states[-1][0], "logits": out.logits[0]}
+
+
+class ZlabDraft:
+    """z-lab's `dflash` package as the reader that serves a drafter, with weights that are handed in at each call."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """config: config.json in z-lab's layout. Raises Missing where the package is not installed."""
+        try:
+            from dflash.model import DFlashDraftModel
+        except ImportError as error:
+            raise Missing("draft (z-lab's dflash is not installed: make peers)") from error
+        from transformers import Qwen3Config
+
+        own = Qwen3Config(**dict(config))
+        own._attn_implementation = "sdpa"
+        with torch.random.fork_rng():
+            self.model: Any = DFlashDraftModel(own).eval()
+
+    @torch.no_grad()
+    def logits(
+        self,
+        body: Mapping[str, Tensor],
+        embed: Tensor,
+        head: Tensor,
+        *,
+        token: int,
+        states: Tensor,
+        size: int,
+    ) -> Tensor:
+        """[size - 1, V] logits of the masked slots: body by z-lab's names, the token at the anchor, conditioning
+        states [n, C * D] before it."""
+        self.model.to(states.dtype).load_state_dict(dict(body))
+        ids = torch.full((1, size), self.model.mask_token_id)
+        ids[0, 0] = token
+        hidden = self.model(
+            position_ids=torch.arange(len(states) + size)[None],
+            noise_embedding=embed[ids],
+            target_hidden=states[None],
+        )
+        logits: Tensor = hidden[0, 1:] @ head.T
+        return logits
+
+
+BODY = ("fc.", "hidden_norm.", "layers.", "norm.")
+"""What z-lab's names of a drafter's own parameters begin with."""
+
+
+def body_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A drafter's own parameters by z-lab's names, the shared ones left out."""
+    return {name: tensor.detach() for name, tensor in parameters.items() if name.startswith(BODY)}
+
+
+def conditioning_before(batch: Batch, states: Tensor, anchor: int, slices: int) -> Tensor:
+    """[n, slices * D] the first `slices` captured states of the anchor's document before it."""
+    before = (batch.document == batch.document[anchor]) & (batch.position < batch.position[anchor])
+    return states[before, :slices].flatten(1)
