@@ -204,7 +204,7 @@ class SpecForge(Adapter):
         own = BF16Optimizer(
             self.model.draft_model, lr=part.lr, max_grad_norm=part.clip or 0.5, warmup_ratio=0.0
         )
-        self.step(batch, states, anchors=anchors, seed=seed, training=True).loss.backward()  # type: ignore[no-untyped-call]
+        self.step(batch, states, anchors=anchors, seed=seed, training=True).loss.backward()
         own.step()
 
     def run(self, folder: Path, until: int) -> Sequence[float]:

@@ -189,7 +189,7 @@ class Speculators(Adapter):
             self.optimizer(),
         )
         optimizer.zero_grad(set_to_none=True)
-        shown.loss.backward()  # type: ignore[no-untyped-call]
+        shown.loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         optimizer.step()
 
