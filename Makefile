@@ -4,6 +4,7 @@
 #   make test     the tests; ARGS="-k word" for some, ARGS="-m optin" for those with a package of their own
 #   make lint     ruff, mypy (strict), import-linter
 #   make wheel    sdist, and the wheel built from it, in dist/
+#   make faults   every planted wiring fault against all probes; writes the matrix that ships
 #   make peers    other trainers and readers, which tests/peers/ compares ours with
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ ARGS ?=
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: check test lint wheel peers
+.PHONY: check test lint wheel peers faults
 .DELETE_ON_ERROR:
 
 check: $(READY)
@@ -43,6 +44,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -qq \
 	    -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $@
+
+# Every planted wiring fault against all probes; writes probes/matrix.json, which `parity probes --matrix` prints.
+faults: $(PEERS)
+	PARITY_PEERS=1 $(BIN)/python -m tests.faults.matrix $(ARGS)
 
 peers: $(PEERS)
 

@@ -15,13 +15,16 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from parity.errors import ParityError
 from parity.model.config_check import Key, Lines, flow, nearest, recipe_clashes, run_clashes
+
+
+Validated = TypeVar("Validated", bound=BaseModel)
 
 
 class _Part(BaseModel):
@@ -332,8 +335,13 @@ def from_data(data: Any, lines: Lines | None = None) -> Training:
         from parity.model.presets import preset_data
 
         data = merge(preset_data(str(data["preset"])), {k: v for k, v in data.items() if k != "preset"})
+    return _validated(Training, data, lines)
+
+
+def _validated(model: type[Validated], data: Any, lines: Lines) -> Validated:
+    """Data as a model. Raises ParityError for what is missing, wrong, or contradicts itself."""
     try:
-        return Training.model_validate(data, context=lines)
+        return model.model_validate(data, context=lines)
     except ValidationError as error:
         first = error.errors()[0]
         key = tuple(str(part) for part in first["loc"] if part in _names(data, first["loc"]))
@@ -344,6 +352,26 @@ def from_data(data: Any, lines: Lines | None = None) -> Training:
             ) from error
         do = "correct the value; `parity.model.config` says what each key takes"
         raise ParityError(lines.quote(key, first["input"]), first["msg"], do) from error
+
+
+class _RecipeOnly(_Part):
+    """A file that declares the wiring of a trainer that is not ours."""
+
+    recipe: Recipe
+
+
+def load_declared(file: str | Path) -> "Training | Recipe":
+    """A training file, or one with `recipe:` alone, which says enough of a trainer that is not ours.
+
+    Raises ParityError as `load` does.
+    """
+    path = Path(file)
+    text = _text(path)
+    data, lines = _yaml(text, str(path))
+    if not isinstance(data, Mapping) or "recipe" not in data or {"run", "preset"} & data.keys():
+        return from_data(data, lines)
+    _known(data, Training, (), lines)
+    return _validated(_RecipeOnly, data, lines).recipe
 
 
 def _names(data: Any, loc: tuple[Any, ...]) -> list[Any]:
@@ -382,23 +410,30 @@ def _known(data: Any, model: type[BaseModel], at: Key, lines: Lines) -> None:
 def load(file: str | Path) -> Training:
     """Read a training file, `preset:` included. Raises ParityError for anything that is not right."""
     path = Path(file)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ParityError(f"training file {path}", str(error), "give a YAML file") from error
-    return parse(text, str(path))
+    return parse(_text(path), str(path))
 
 
 def parse(text: str, file: str = "") -> Training:
     """The same from text."""
+    return from_data(*_yaml(text, file))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParityError(f"training file {path}", str(error), "give a YAML file") from error
+
+
+def _yaml(text: str, file: str) -> tuple[Any, Lines]:
+    """The data of a training file, and where its keys stand."""
     asked = f"training file {file}".strip()
     try:
         data, node = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         found = " ".join(str(error).split())
         raise ParityError(asked, f"no YAML ({found})", "correct the YAML") from error
-    lines = Lines(file=file, text=dict(_lines(node, text.splitlines(), ())))
-    return from_data(data, lines)
+    return data, Lines(file=file, text=dict(_lines(node, text.splitlines(), ())))
 
 
 def _lines(node: Any, text: list[str], at: Key) -> Iterator[tuple[Key, str]]:

@@ -1,10 +1,13 @@
 """`parity check`: starts the workers, gathers the evidence, asks the probes, answers the suspicions.
 
-    report = check()                              # the embedded target
+    report = check()                              # the embedded target and the built-in trainer
+    report = check(recipe="recipe.yaml")          # the recipe's target, and the built-in trainer by that recipe
+    report = check(recipe="recipe.yaml", adapter="mine.py:Mine")
     report = check(model="path/to/model", prompts=Path("prompts.jsonl"))
 
-Two workers run at a time: torch (with golden) and the backend held against it. A worker that dies, or a
-job that fails, leaves its traces absent with the reason; the probes that need them say skipped.
+Two workers run at a time: torch (with golden) and the backend held against it; the trainer is asked in this
+process meanwhile. A worker that dies, or a job that fails, leaves its traces absent with the reason; the
+probes that need them say skipped.
 """
 
 import shutil
@@ -12,14 +15,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from parity import wiring
 from parity.capture import Worker, WorkerCrash, capture_with, tokenize
 from parity.environment import environment
 from parity.errors import ParityError
@@ -27,8 +31,11 @@ from parity.model import backends
 from parity.probes.base import DTYPES, Answer, Evidence
 from parity.probes.table import TABLE
 from parity.prompts import Prompt, read_prompts
-from parity.reports.record import Finding, Report, Suspicion, Verdict
+from parity.reports.record import Finding, Report, Suspicion, Value, Verdict
 from parity.trace import Trace
+
+if TYPE_CHECKING:
+    from parity.model.config import Recipe, TargetPart, Training
 
 BATCH = 4
 """Rows of the batch whose noise is measured."""
@@ -44,10 +51,13 @@ GENERIC_PROMPTS = (
 
 def check(
     *,
+    recipe: "str | Path | Training | Recipe | None" = None,
+    adapter: str | None = None,
+    only: Sequence[str] = (),
     model: str | None = None,
     prompts: Path | None = None,
     backend: str | None = None,
-    loader: str = "AutoModelForCausalLM",
+    loader: str | None = None,
     revision: str | None = None,
     device_map: str | None = None,
     max_tokens: int = 160,
@@ -57,11 +67,108 @@ def check(
 ) -> Report:
     """Everything before training, as a report.
 
-    `model` None is the embedded target. `traces` is a folder that keeps the captured traces (replaced if
-    it is an earlier run's); None keeps none. `hide` names modules that the other backend's worker must not
-    find. Raises ParityError for what the user can put right.
+    `recipe` is a training file or a preset's name; its target is checked, and the trainer that `adapter` names (the
+    built-in one by default) is asked what it really does. `model` checks a target alone. Neither: the embedded
+    target and the preset `tiny`. `only` names the probes to ask; all by default. `traces` is a folder that keeps the
+    captured traces (replaced if it is an earlier run's); None keeps none. `hide` names modules that the other
+    backend's worker must not find. Raises ParityError for what the user can put right.
     """
     began = time.monotonic()
+    wiring.check_names(only, [entry.name for entry in TABLE])
+    declared = _declared(recipe, adapter, model)
+    asked = [entry for entry in TABLE if not only or entry.name in only]
+    target = _named_target(declared, adapter)
+    nothing = target is None and model is None
+    examined = (
+        None
+        if nothing or not any(entry.asks == "traces" for entry in asked)
+        else (
+            _examined(
+                model, target, prompts, backend, loader, revision, device_map, max_tokens, threads, hide
+            )
+        )
+    )
+    if traces is not None:
+        _refuse_foreign(traces)  # now, not after a minute of work
+    evidence, answers, trainer = None, list[tuple[str, Answer]](), None
+    names = [entry.name for entry in asked if entry.asks == "trainer"]
+    with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory(prefix="parity-") as scratch:
+        folder, question = Path(scratch), None
+        with _progress(examined) as step:
+            if declared is not None and names:
+                import torch
+
+                torch.set_num_threads(threads)
+                opened = wiring.open_adapter(adapter or "builtin", declared)
+                question = pool.submit(
+                    wiring.ask_trainer, declared, opened, only=names, say=lambda name: step("trainer", name)
+                )
+            if examined is not None:
+                evidence = _Gathering(examined, folder, step).evidence()
+                traced = [entry for entry in asked if entry.asks == "traces"]
+                answers = [(entry.name, _ask(entry, evidence)) for entry in traced]
+            if question is not None:
+                trainer = question.result()
+                answers += trainer.answers
+        report = _report(examined, evidence, answers, trainer, _recipe(declared), began)
+        if traces is not None and evidence is not None:
+            _keep(folder, traces)
+    return report
+
+
+def _declared(
+    recipe: "str | Path | Training | Recipe | None", adapter: str | None, model: str | None
+) -> "Training | Recipe | None":
+    """The declared wiring: a file, a preset, `tiny` where nothing was named, None for a target alone."""
+    from parity.model.config import load_declared
+    from parity.model.presets import PRESETS, preset
+
+    if recipe is None:
+        if adapter is not None:
+            do = "name the training file that this trainer is declared to follow, or a preset"
+            raise ParityError(f"--adapter {adapter} without a recipe", "nothing to hold it against", do)
+        return None if model is not None else preset("tiny")
+    if not isinstance(recipe, str | Path):
+        return recipe
+    known = str(recipe) in PRESETS and not Path(recipe).exists()
+    return preset(str(recipe)) if known else load_declared(recipe)
+
+
+def _recipe(declared: "Training | Recipe | None") -> "Recipe | None":
+    from parity.model.config import Training
+
+    return declared.recipe if isinstance(declared, Training) else declared
+
+
+def _named_target(declared: "Training | Recipe | None", adapter: str | None) -> "TargetPart | None":
+    """The recipe's target where it is a model that can be captured; a user's own adapter may name anything."""
+    recipe = _recipe(declared)
+    if recipe is None or recipe.target.model.startswith("synthetic:"):
+        return None
+    own = adapter is not None and adapter not in wiring.SHIPPED
+    return None if own and recipe.target.model.endswith(".py") else recipe.target
+
+
+def _examined(
+    model: str | None,
+    target: "TargetPart | None",
+    prompts: Path | None,
+    backend: str | None,
+    loader: str | None,
+    revision: str | None,
+    device_map: str | None,
+    max_tokens: int,
+    threads: int,
+    hide: Sequence[str],
+) -> "_Subject":
+    """The target to capture: the one named, else the recipe's, else the embedded one."""
+    from parity.model.states import resolve
+
+    if target is not None and target.model != "embedded:hybrid":
+        model = model or resolve(target.model)
+        loader, revision = loader or target.loader, revision or target.revision
+        if backend is None and target.backend not in ("torch", "golden"):
+            backend = target.backend
     other = backends.parse(
         backend or ("fla" if backends.missing(backends.parse("fla")) is None else "fla-interpreted")
     )
@@ -72,31 +179,18 @@ def check(
             why or "every check holds torch against golden already",
             "name another backend that runs here, or none: `parity env` lists them",
         )
-    runs = why is None
-    subject = _Subject(
+    return _Subject(
         model=model,
-        loader=loader,
+        loader=loader or "AutoModelForCausalLM",
         revision=revision,
         # Both sides on one device: the kernels are to differ, not the machine.
-        device_map=device_map or (backends.device_map(other) if runs else None),
+        device_map=device_map or (backends.device_map(other) if why is None else None),
         max_tokens=max_tokens,
         threads=threads,
         hide=tuple(hide),
         prompts=_prompts(model, prompts),
         other=other.name,
     )
-    if traces is not None:
-        _refuse_foreign(traces)  # now, not after a minute of work
-    with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
-        folder = Path(scratch)
-        with _progress(subject) as step:
-            evidence = _Gathering(subject, folder, step).evidence()
-        asked = [entry for entry in TABLE if entry.asks == "traces"]
-        answers = [(entry.name, _ask(entry, evidence)) for entry in asked]
-        report = _report(subject, evidence, answers, began)
-        if traces is not None:
-            _keep(folder, traces)
-    return report
 
 
 UNREAD: dict[str, Any] = {
@@ -397,7 +491,7 @@ class _Question:
 
     name: str
     findings: tuple[str, ...]
-    untested: str = ""
+    asks: Literal["target", "trainer"] = "target"
     needs_all: bool = False
     """True where each of the findings is needed: one that was skipped leaves the question open."""
 
@@ -424,20 +518,38 @@ SUSPICIONS = (
     _Question(name="the states are not finite", findings=("finite",)),
     _Question(name="decoding or verifying gives other states than prefill", findings=("serving",)),
     _Question(name="runs or batch sizes change the states", findings=("floor",)),
-    _Question(
-        name="the trainer's wiring is not what it is declared to be",
-        findings=("inputs", "noise", "loss", "labels"),
-        untested="the wiring probes ask a trainer's step, and this check examined the target alone",
+    *(
+        _Question(name=name, findings=(probe,), asks="trainer")
+        for name, probe in (
+            ("fc is fed other layers than declared", "inputs"),
+            ("noise reaches the labels, or drafting", "noise"),
+            ("the loss is not the declared one", "loss"),
+            ("slots are trained on the wrong tokens", "labels"),
+            ("a block sees what serving will not have", "context"),
+            ("the teacher's logits are not the target's own", "teacher"),
+            ("drafting computes something else than training", "decode"),
+            ("something frozen trains, or something else does not", "frozen"),
+            ("an interrupted run is another run", "resume"),
+            ("the exported checkpoint means something else to its reader", "export"),
+            ("part of the data is never trained on", "coverage"),
+            ("a step's tensors are not what they seem", "shapes"),
+            ("the server sends other tokens than training saw", "tokens"),
+        )
     ),
 )
 
 
-def suspicions(findings: Sequence[Finding]) -> tuple[Suspicion, ...]:
-    """The table a check ends with: ruled out, found, or not tested because."""
-    return tuple(_answer(question, findings) for question in SUSPICIONS)
+def suspicions(
+    findings: Sequence[Finding], unasked: Mapping[str, str] | None = None
+) -> tuple[Suspicion, ...]:
+    """The table a check ends with: ruled out, found, or not tested because.
+
+    unasked: `target` and `trainer` -> why nobody asked it, where nobody did.
+    """
+    return tuple(_answer(question, findings, unasked or {}) for question in SUSPICIONS)
 
 
-def _answer(question: _Question, findings: Sequence[Finding]) -> Suspicion:
+def _answer(question: _Question, findings: Sequence[Finding], unasked: Mapping[str, str]) -> Suspicion:
     """One row of the table, from the findings whose names begin as the question says."""
     mine = [f for f in findings if any(f"{f.name}.".startswith(f"{name}.") for name in question.findings)]
     failed = [f for f in mine if f.outcome == "fail"]
@@ -450,7 +562,7 @@ def _answer(question: _Question, findings: Sequence[Finding]) -> Suspicion:
     elif failed:
         verdict, because = "found", failed[0].sentence
     elif not passed or (unanswered and question.needs_all) or any(f.outcome == "error" for f in mine):
-        because = unanswered[0].sentence if unanswered else question.untested or "no probe asked"
+        because = unanswered[0].sentence if unanswered else unasked.get(question.asks, "no probe asked")
     else:
         verdict, because = "ruled out", passed[0].sentence
         if unanswered:
@@ -461,13 +573,61 @@ def _answer(question: _Question, findings: Sequence[Finding]) -> Suspicion:
 
 
 def _report(
-    subject: _Subject, evidence: Evidence, answers: Sequence[tuple[str, Answer]], began: float
+    subject: "_Subject | None",
+    evidence: Evidence | None,
+    answers: Sequence[tuple[str, Answer]],
+    trainer: "wiring.Asked | None",
+    recipe: "Recipe | None",
+    began: float,
 ) -> Report:
     findings = tuple(finding for _, answer in answers for finding in answer.findings)
     tables = tuple(table for _, answer in answers for table in answer.tables)
+    machine, facts, title = environment(), list[tuple[str, Value]](), []
+    if subject is not None and evidence is not None:
+        machine |= (
+            evidence.traces["torch.fp32"].manifest.environment if "torch.fp32" in evidence.traces else {}
+        )
+        facts += _target_facts(subject, evidence)
+        name = "embedded target" if subject.model is None else subject.model
+        title.append(f"{name}: torch against {subject.other}")
+    if trainer is not None and recipe is not None:
+        facts += [("trainer", trainer.adapter), ("recipe", recipe.hash), ("its target", recipe.target.model)]
+        title.append(f"{trainer.adapter} against its recipe")
+    return Report(
+        kind="check",
+        title="; ".join(title) or "nothing",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=" ".join(["parity", *sys.argv[1:]]),
+        subject=tuple(facts),
+        findings=findings,
+        suspicions=suspicions(findings, _unasked(subject, trainer, recipe)),
+        tables=tables,
+        environment=tuple(sorted(machine.items())),
+        seconds=round(time.monotonic() - began, 1),
+        conformance=None if trainer is None else trainer.conformance,
+    )
+
+
+def _unasked(
+    subject: "_Subject | None", trainer: "wiring.Asked | None", recipe: "Recipe | None"
+) -> dict[str, str]:
+    """Why a whole side was not asked."""
+    why = {}
+    if subject is None:
+        why["target"] = "not among the probes that were asked"
+        if recipe is not None and _named_target(recipe, "") is None:
+            why["target"] = f"the target {recipe.target.model} is no model that transformers loads"
+    if trainer is None:
+        why["trainer"] = "not among the probes that were asked"
+        if recipe is None:
+            why["trainer"] = "no trainer was asked: give a recipe, and --adapter for another trainer"
+    return why
+
+
+def _target_facts(subject: "_Subject", evidence: Evidence) -> list[tuple[str, Value]]:
+    """What was captured of the target."""
     reference = evidence.traces.get("torch.fp32")
     requests = reference.requests if reference else ()
-    machine = environment() | (reference.manifest.environment if reference else {})
     calls = sum(
         call.calls
         for name, trace in evidence.traces.items()
@@ -475,28 +635,17 @@ def _report(
         for call in trace.manifest.backend.calls
         if call.operator == "delta"
     )
-    return Report(
-        kind="check",
-        title=f"{'embedded target' if subject.model is None else subject.model}: torch against {subject.other}",
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=" ".join(["parity", *sys.argv[1:]]),
-        subject=(
-            ("target", "embedded hybrid target" if subject.model is None else subject.model),
-            ("class", evidence.target["class"]),
-            ("parameters", evidence.target["parameters"]),
-            ("layers", len(evidence.target["layer_types"])),
-            ("linear layers", len(evidence.linear)),
-            ("requests", len(requests)),
-            ("tokens", sum(len(request.token_ids) for request in requests)),
-            ("backends", f"torch against {subject.other}"),
-            (f"delta-rule calls on {subject.other}", calls),
-        ),
-        findings=findings,
-        suspicions=suspicions(findings),
-        tables=tables,
-        environment=tuple(sorted(machine.items())),
-        seconds=round(time.monotonic() - began, 1),
-    )
+    return [
+        ("target", "embedded hybrid target" if subject.model is None else subject.model),
+        ("class", evidence.target["class"]),
+        ("parameters", evidence.target["parameters"]),
+        ("layers", len(evidence.target["layer_types"])),
+        ("linear layers", len(evidence.linear)),
+        ("requests", len(requests)),
+        ("tokens", sum(len(request.token_ids) for request in requests)),
+        ("backends", f"torch against {subject.other}"),
+        (f"delta-rule calls on {subject.other}", calls),
+    ]
 
 
 MARK = "made-by-parity-check"
@@ -519,12 +668,17 @@ def _keep(folder: Path, traces: Path) -> None:
 
 
 @contextmanager
-def _progress(subject: _Subject) -> Iterator[Callable[[str, str], None]]:
+def _progress(subject: "_Subject | None") -> Iterator[Callable[[str, str], None]]:
     """What each worker is doing, on standard error where that is a terminal; silent where it is not."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
+    names = (
+        {"trainer": "trainer"}
+        if subject is None
+        else {"torch": "torch", "other": subject.other, "trainer": "trainer"}
+    )
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -533,9 +687,5 @@ def _progress(subject: _Subject) -> Iterator[Callable[[str, str], None]]:
         disable=not console.is_terminal,
         transient=True,
     ) as bar:
-        tasks = {
-            "torch": bar.add_task("torch: starting"),
-            "other": bar.add_task(f"{subject.other}: starting"),
-        }
-        names = {"torch": "torch", "other": subject.other}
+        tasks = {name: bar.add_task(f"{shown}: starting") for name, shown in names.items()}
         yield lambda worker, doing: bar.update(tasks[worker], description=f"{names[worker]}: {doing}")

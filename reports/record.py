@@ -110,6 +110,27 @@ class Statement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Conformance:
+    """What a trainer's wiring was measured to be: to be kept beside a checkpoint, and compared later."""
+
+    trainer: str
+    """Name and version of the trainer that was asked."""
+    recipe: str
+    """Hash of the declared wiring."""
+    statements: tuple[Statement, ...]
+    """One a probe that could answer, in the order of the probes."""
+    unanswered: tuple[tuple[str, str], ...] = ()
+    """Probe and reason, for those that could not."""
+
+    @property
+    def paragraph(self) -> str:
+        """All sentences as one paragraph."""
+        said = [f"{statement.probe}: {statement.sentence}." for statement in self.statements]
+        said += [f"{probe}: not answered ({reason})." for probe, reason in self.unanswered]
+        return " ".join([f"{self.trainer}, recipe {self.recipe}.", *said])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Suspicion:
     """Something a user may suspect, and the answer."""
 
@@ -141,6 +162,8 @@ class Report:
     """Versions, devices and variables that can change numbers."""
     seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
+    conformance: Conformance | None = None
+    """What the wiring was measured to be, where a trainer was asked."""
 
     @property
     def outcome(self) -> Outcome:

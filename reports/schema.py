@@ -25,11 +25,12 @@ from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from parity.errors import ParityError
-from parity.reports.record import Report, StepReport, Table, Value
+from parity.reports.record import Conformance, Report, StepReport, Table, Value
 
 NUMBER = 1
 SCHEMA = f"parity-report/{NUMBER}"
 STEP_SCHEMA = "parity-step/1"
+CONFORMANCE_SCHEMA = "parity-conformance/1"
 
 TAG = "$float"
 NON_FINITE: dict[str, float] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -84,6 +85,32 @@ def step_from_dict(data: object, *, source: str = "the data given") -> StepRepor
         raise _refusal(source, "a step report", damage) from None
     assert isinstance(step, StepReport)
     return step
+
+
+def conformance_to_dict(conformance: Conformance) -> dict[str, Any]:
+    """A conformance statement as plain data; `paragraph` is for people, and not read back."""
+    encoded = _encode(conformance, "conformance")
+    return {"schema": CONFORMANCE_SCHEMA, **encoded, "paragraph": conformance.paragraph}
+
+
+def conformance_from_dict(data: object, *, source: str = "the data given") -> Conformance:
+    """The statement that `conformance_to_dict` wrote. Raises ParityError on anything else."""
+    if not isinstance(data, dict) or data.get("schema") != CONFORMANCE_SCHEMA:
+        named = str(data.get("schema"))[:80] if isinstance(data, dict) else f"a JSON {_json_name(data)}"
+        asked = f"read {source} as a conformance statement"
+        raise ParityError(asked, f"the schema {named!r}", "give the conformance.json that parity check wrote")
+    try:
+        kept = {key: data[key] for key in data if key not in ("schema", "paragraph")}
+        made = _decode(Conformance, kept, "conformance")
+    except _Damaged as damage:
+        raise _refusal(source, "a conformance statement", damage) from None
+    assert isinstance(made, Conformance)
+    return made
+
+
+def parsed(text: str, source: str) -> object:
+    """The JSON in a text. Raises ParityError for what is none."""
+    return _parsed(text, source)
 
 
 def _refusal(source: str, what: str, damage: _Damaged) -> ParityError:

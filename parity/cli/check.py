@@ -7,6 +7,16 @@ import typer
 
 
 def check(
+    recipe: Annotated[
+        str | None, typer.Argument(help="Training file or preset; the preset tiny by default.")
+    ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(help="Trainer to ask: builtin, speculators, specforge, or path/to/file.py:Name."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Ask this probe only; may be given again (`parity probes`).")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Name or path of the target; the embedded one by default.")
     ] = None,
@@ -16,7 +26,10 @@ def check(
     backend: Annotated[
         str | None, typer.Option(help="What to hold against torch; fla where a GPU is, else fla-interpreted.")
     ] = None,
-    loader: Annotated[str, typer.Option(help="How the trainer loads the target.")] = "AutoModelForCausalLM",
+    loader: Annotated[
+        str | None,
+        typer.Option(help="How the trainer loads the target; the recipe's, else AutoModelForCausalLM."),
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Revision on the hub.")] = None,
     device_map: Annotated[str | None, typer.Option(help="As in transformers: cuda, auto, ...")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each request that are compared.", min=2)] = 160,
@@ -25,11 +38,14 @@ def check(
     ),
     threads: Annotated[int, typer.Option(help="Threads of each worker.", min=1)] = 1,
 ) -> None:
-    """Check everything before training: environment, dispatch, loading, kernels, serving modes."""
+    """Check everything before training: dispatch, loading, kernels, serving modes, and the trainer's wiring."""
     from parity.cli.output import exit_code, new_folder, print_report, save_report
     from parity.runner import check as run_check
 
     report = run_check(
+        recipe=recipe,
+        adapter=adapter,
+        only=tuple(only or ()),
         model=model,
         prompts=prompts,
         backend=backend,
@@ -41,6 +57,10 @@ def check(
         threads=threads,
     )
     save_report(report, out)
+    if report.conformance is not None:
+        from parity.conformance import save
+
+        save(report.conformance, out / "conformance.json")
     print_report(report)
     typer.echo(f"\nreport: {out / 'report.html'}")
     raise typer.Exit(int(exit_code(report)))

@@ -233,8 +233,14 @@ class Subject:
 
     @cached_property
     def parameters(self) -> Mapping[str, Tensor]:
-        """Every parameter by name."""
-        return self.adapter.parameters()
+        """Every parameter by name. Raises Broken for what is no tensor, or none at all."""
+        with self.unmoved("parameters"):
+            found = self.adapter.parameters()
+        if not found or not all(isinstance(each, Tensor) for each in found.values()):
+            raise Broken(
+                "parameters", "tensors by name", f"{len(found)} of {sorted(map(type_name, found.values()))}"
+            )
+        return found
 
     # --- care -----------------------------------------------------------------------------------------
 
@@ -267,6 +273,11 @@ class Subject:
             yield
         finally:
             snapshot.restore()
+
+
+def type_name(value: object) -> str:
+    """Name of a value's class, for messages."""
+    return type(value).__name__
 
 
 def _shape(shape: Sequence[int | None]) -> str:
@@ -333,8 +344,9 @@ class Snapshot:
         self.hooks = {name: _hooks(tensor) for name, tensor in self.parameters.items()}
         self.random = _random_state()
         try:
-            self.optimizer: torch.optim.Optimizer | None = subject.adapter.optimizer()
-            self.state = _cloned(self.optimizer.state_dict())
+            with subject.unmoved("optimizer"):
+                self.optimizer: torch.optim.Optimizer | None = subject.adapter.optimizer()
+                self.state = _cloned(self.optimizer.state_dict())
         except Missing:
             self.optimizer = None
 
@@ -398,8 +410,9 @@ def ask(
 
 def _answer(entry: Entry, subject: Subject) -> Answer:
     """One probe's answer; what was wrong with the adapter, or with the probe, is a finding."""
-    snapshot = Snapshot(subject)
+    snapshot: Snapshot | None = None
     try:
+        snapshot = Snapshot(subject)
         made: Answer = entry.load().run(subject)
     except Missing as missing:
         part = str(missing.args[0]) if missing.args else "a part"
@@ -426,8 +439,8 @@ def _answer(entry: Entry, subject: Subject) -> Answer:
             evidence=(("traceback", "\n".join(told[-12:])),),
             next_step="report it to parity with this report",
         )
-    changed = snapshot.changed()
-    if changed:
+    changed = snapshot.changed() if snapshot else []
+    if snapshot and changed:
         snapshot.restore()
         moved = one(
             f"{entry.name}.untouched",

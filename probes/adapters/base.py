@@ -36,6 +36,7 @@ from torch import Tensor
 
 from parity.model.config import Recipe
 from parity.model.data import Batch
+from parity.model.drafter_config import DrafterConfig
 
 
 class Missing(Exception):
@@ -94,6 +95,9 @@ class Adapter:
     """Whether a row may hold several documents. Where not, the adapter makes each document a row of its own."""
     dtype: torch.dtype = torch.float32
     """Of the captured states, as the capture delivers them."""
+    configured: DrafterConfig | None = None
+    """Sizes, rope and norm epsilon that the drafter is configured with, which no recipe says; None: what is found of
+    them is told and compared with nothing."""
 
     def __init__(self, recipe: Recipe) -> None:
         """The declared wiring. An adapter that configures its trainer does it from this."""

@@ -20,7 +20,7 @@ from parity.model.export_layouts import Wiring as Layers
 from parity.model.loss import Teacher
 from parity.model.opening import open_trainer
 from parity.model.states import Captured, open_target
-from parity.model.step import StepOutput
+from parity.model.step import StepOutput, drafter_config
 from parity.model.trainer import Trainer
 from parity.probes.adapters.base import Adapter, Missing, Reference, Shown
 from parity.probes.adapters.targets import TargetSide
@@ -53,6 +53,7 @@ class Builtin(Adapter):
         self.slices = tuple(getattr(trainer.source, "taps", ()))
         self.vocabulary, self.width = trainer.parts.embed.shape
         self.dtype = trainer.parts.embed.dtype
+        self.configured = drafter_config(self.recipe, trainer.training.run, trainer.parts)
 
     @classmethod
     def open(cls, training: Training, documents: Sequence[Document] | None = None) -> "Builtin":

@@ -5,7 +5,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.faults.plants import Healthy, Plant
+from tests.faults.wiring import Healthy, Plant
 
 HERE = Path(__file__).parent
 

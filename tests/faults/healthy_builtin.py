@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.faults.plants import Healthy, builtin
+from tests.faults.wiring import Healthy, builtin
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "unit": {},

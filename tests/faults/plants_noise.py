@@ -9,7 +9,7 @@ from torch import Tensor
 from parity.model.data import Batch
 from parity.model.states import Captured
 from parity.model.step import StepOutput, Wiring
-from tests.faults.plants import Plant, builtin
+from tests.faults.wiring import Plant, builtin
 
 
 def _noise(like: Tensor, std: float, seed: int) -> Tensor:

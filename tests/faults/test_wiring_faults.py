@@ -5,7 +5,7 @@ import pytest
 from parity.probes.adapters.asking import Subject, ask
 from parity.probes.deviations import BY_NAME
 from tests.faults import collect
-from tests.faults.plants import Healthy, Plant
+from tests.faults.wiring import Healthy, Plant
 
 
 @pytest.mark.parametrize("plant", collect.plants(), ids=lambda plant: f"{plant.trainer}: {plant.name}")

@@ -1,0 +1,257 @@
+"""A row on which a loss can be read: a flat teacher, labels and drafts that agree on some slots and not on others.
+
+On ordinary data the teacher is nearly sure of the token that also stands in the data: hard and soft terms, and both
+sources of labels, then have the same gradient. Here the teacher's slice is built state by state, so that its argmax is
+a chosen token with a probability near `TOP`; half of the data's tokens are that argmax and half are not; and in
+every block the draft is right for a run of slots of its own length. Anchors and the conditioning slices are left alone,
+so that drafts are the same as before.
+
+Shapes as in `parity.probes.adapters.at_head`; S tokens of a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from parity.model.data import Batch
+from parity.probes.adapters.asking import Broken, Subject, Text
+from parity.probes.adapters.at_head import Norm, TeacherSlice, draft_ids, teacher_slice
+from parity.probes.adapters.base import Shown
+
+TOP = 0.35
+"""Probability that the teacher gives to its argmax, where the slice's scale is free to choose."""
+TOP_RANGE = (0.15, 0.5)
+"""What is taken where the final norm fixes the scale."""
+SLOTS = 96
+"""Slots asked for at most: a term is a product of [slots, V] and [V, D]."""
+ANCHORS = 12
+TRIED = 256
+"""Tokens tried for labels that the draft does not give."""
+STEPS = 24
+"""Directions tried between a random one and the wanted token's row."""
+LEAD = 0.25
+"""By which share of the largest logit the wanted one has to lead, so that no rounding in bf16 makes another the argmax."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Crafted:
+    """A row, its states and anchors, and what was built into them."""
+
+    batch: Batch
+    states: Tensor
+    """[S, N, D]."""
+    anchors: Tensor
+    """[A]."""
+    slice: TeacherSlice | None
+    why_not: str
+    """Why there is no teacher to compute with."""
+    ids: Tensor | None
+    """[Vt] draft id of each token, see `draft_ids`."""
+    head: Tensor
+    """[V, D]."""
+
+    @cached_property
+    def teacher(self) -> Tensor | None:
+        """[S, V] the teacher's logits after every token, in float64."""
+        return None if self.slice is None else self.slice.logits(self.states, self.head)
+
+    @cached_property
+    def data(self) -> Tensor | None:
+        """[S] draft id of every token of the row, -1 where it has none or stands in padding."""
+        if self.ids is None:
+            return None
+        return torch.where(self.batch.document >= 0, self.ids[self.batch.tokens], torch.tensor(-1))
+
+    def at(self, values: Tensor, index: Tensor) -> Tensor:
+        """values[index], with index brought into the row."""
+        return values[index.clamp(0, len(values) - 1)]
+
+
+def row_of(subject: Subject) -> Batch:
+    """The row: three documents (a short prompt; none where labels could cross; a prompt of a block, with a hole behind
+    it), then padding."""
+    size = subject.block
+    begins = size if subject.recipe.block.documents == "prompt_masked" else 0
+    texts = [Text(length=6 * size + 1, prompt=2), Text(length=4 * size + begins, prompt=begins)]
+    texts.append(Text(length=5 * size, prompt=size, holes=(2 * size + size // 2,)))
+    return subject.row(texts, padding=3)
+
+
+def anchors_of(subject: Subject, batch: Batch, slots: int = SLOTS) -> Tensor:
+    """[A] anchors whose blocks do not meet, then each document's last possible one, taken from all documents in turn."""
+    size, possible = subject.block, subject.candidates(batch)
+    queues: list[list[int]] = []
+    for number in range(int(batch.document.max()) + 1):
+        own = (possible & (batch.document == number)).nonzero().squeeze(-1).tolist()
+        apart: list[int] = []
+        for at in own:
+            if not apart or at >= apart[-1] + size:
+                apart.append(at)
+        if own and own[-1] not in apart:
+            apart.insert(min(2, len(apart)), own[-1])
+        queues.append(apart)
+    count = max(3, min(ANCHORS, slots // max(1, size - 1)))
+    chosen: list[int] = []
+    while len(chosen) < count and any(queues):
+        for queue in queues:
+            if queue and len(chosen) < count:
+                chosen.append(queue.pop(0))
+    if not chosen:
+        raise Broken("draw", "an anchor in a row with supervised tokens", "none")
+    return torch.tensor(sorted(chosen))
+
+
+def craft(subject: Subject, *, batch: Batch | None = None, right: bool = True, agree: float = 0.5) -> Crafted:
+    """Build the row, from the drafts of a first step.
+
+    right: whether drafts are right on runs of slots. agree: share of slots whose data token is the teacher's argmax.
+    """
+    batch = row_of(subject) if batch is None else batch
+    anchors, states = anchors_of(subject, batch), subject.states(batch)
+    with torch.no_grad():
+        shown = subject.step(batch, states, anchors=anchors)
+    where, why_not = teacher_slice(subject, batch)
+    ids = draft_ids(subject, shown, batch)
+    head = shown.head.detach().cpu()
+    slots = _slots(batch, anchors, subject.block)
+    wanted, hidden = _wanted(batch, slots, shown, right, ids)
+    if where is not None:
+        before = torch.tensor([index - 1 for _, _, index in slots])
+        made = pointing(wanted, hidden, head, where.scale(states))
+        states = states.clone()
+        states[before, where.number] = made.to(states)
+        wanted, share = where.logits(states[before], head).argmax(-1), agree
+    else:
+        share = 1.0
+    tokens = _tokens(batch, slots, wanted, ids, anchors, share if where is not None or right else 0.0)
+    batch = replace(batch, tokens=tokens)
+    return Crafted(
+        batch=batch, states=states, anchors=anchors, slice=where, why_not=why_not, ids=ids, head=head
+    )
+
+
+def _slots(batch: Batch, anchors: Tensor, size: int) -> list[tuple[int, int, int]]:
+    """(block, slot, token index) of every slot 1..B-1 inside the row whose token no earlier block has."""
+    found, taken = [], set(anchors.tolist())
+    for block, anchor in enumerate(anchors.tolist()):
+        for slot in range(1, size):
+            index = anchor + slot
+            if index < len(batch.tokens) and index not in taken:
+                taken.add(index)
+                found.append((block, slot, index))
+    return found
+
+
+def _wanted(
+    batch: Batch, slots: Sequence[tuple[int, int, int]], shown: Shown, right: bool, ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """[m] the draft id that each slot's label is to be: the draft's own argmax in a run of slots, else another. And
+    [m, D] the draft's hidden states there."""
+    size = shown.hidden.shape[1]
+    blocks, places, indices = (torch.tensor(each) for each in zip(*slots, strict=True))
+    hidden = shown.hidden.detach().cpu()[blocks, places]
+    head = shown.head.detach().cpu()
+    best = (hidden.to(head) @ head.T).argmax(-1)
+    run = torch.tensor([[0, size - 1, 1, size // 2, 2, size][block % 6] for block in blocks.tolist()])
+    hit = (places <= run) | ((places > run + 1) & ((places + blocks) % 3 == 0))
+    free = reachable(head)
+    place = torch.arange(len(slots))
+    other = free[place % len(free)]
+    own = torch.full((len(slots),), -1) if ids is None else ids[batch.tokens[indices]]
+    for shift in range(1, 4):  # neither what the draft says nor what stands in the data
+        clash = (other == best) | (other == own)
+        other = torch.where(clash, free[(place + shift * 7) % len(free)], other)
+    return torch.where(hit & right, best, other), hidden.double()
+
+
+def reachable(head: Tensor) -> Tensor:
+    """Draft ids, in a random order, that are the argmax of a state along their own row: some tokens of a trained head
+    never are."""
+    order = torch.randperm(len(head), generator=torch.Generator().manual_seed(5))[:TRIED]
+    rows = head.double()
+    aim = rows[order] - rows.mean(0)
+    leads = (aim @ rows.T).argmax(-1) == order
+    return order[leads] if leads.any() else order
+
+
+def _tokens(
+    batch: Batch,
+    slots: Sequence[tuple[int, int, int]],
+    wanted: Tensor,
+    ids: Tensor | None,
+    anchors: Tensor,
+    agree: float,
+) -> Tensor:
+    """[S] the row's tokens, of which a share `agree` of the slots' is what the label is to be."""
+    tokens = batch.tokens.clone()
+    if ids is None or agree == 0:
+        return tokens
+    back = torch.full((int(ids.max()) + 1,), -1)
+    back[ids[ids >= 0]] = (ids >= 0).nonzero().squeeze(-1)
+    taken = set(anchors.tolist())
+    for number, (_, _, index) in enumerate(slots):
+        chosen = int((number + 1) * agree) > int(number * agree)
+        if chosen and index not in taken and batch.document[index] >= 0:
+            tokens[index] = back[wanted[number]]
+    return tokens
+
+
+def pointing(wanted: Tensor, hidden: Tensor, head: Tensor, scale: Tensor | None) -> Tensor:
+    """[m, D] states that the head (after the norm, where `scale` [D] is given) turns into a flat distribution with
+    its argmax at `wanted` [m]: a random direction with the least share of the token's own row, or of the draft's hidden
+    state, that leads clearly enough."""
+    rows = head.double()
+    aim = rows[wanted] - rows.mean(0)
+    leads = (aim @ rows.T).argmax(-1) == wanted
+    aim = torch.where(leads[:, None], aim, hidden)
+    aim = aim / aim.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+    noise = torch.randn(aim.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    noise = noise / noise.norm(dim=-1, keepdim=True)
+    towards, away = aim @ rows.T, noise @ rows.T
+    mixed, done = aim.clone(), torch.zeros(len(wanted), dtype=torch.bool)
+    for step in range(1, STEPS + 1):
+        angle = torch.tensor(torch.pi / 2 * step / STEPS)
+        logits = angle.sin() * towards + angle.cos() * away
+        direction = angle.sin() * aim + angle.cos() * noise
+        if scale is None:
+            enough = _lead(logits, wanted) > LEAD * logits.abs().amax(-1)
+        else:
+            logits = logits * _through(direction, scale)
+            enough = (_lead(logits, wanted) > 1) & (_top(logits, wanted) > TOP_RANGE[0])
+        mixed[enough & ~done] = direction[enough & ~done]
+        done |= enough
+        if done.all():
+            break
+    if scale is None:
+        return mixed * _size(mixed @ rows.T, wanted)
+    return mixed / scale.where(scale.abs() > 1e-6, torch.ones_like(scale))
+
+
+def _lead(logits: Tensor, wanted: Tensor) -> Tensor:
+    """[m] by how much the wanted logit is above the largest other."""
+    own = logits.gather(1, wanted[:, None])
+    return (own - logits.scatter(1, wanted[:, None], float("-inf")).amax(-1, keepdim=True)).squeeze(1)
+
+
+def _through(direction: Tensor, scale: Tensor) -> Tensor:
+    """[m, 1] how long the norm makes a state of this direction: it divides by the root mean square before `scale`."""
+    before = direction / scale.where(scale.abs() > 1e-6, torch.ones_like(scale))
+    return 1 / before.square().mean(-1, keepdim=True).sqrt()
+
+
+def _top(logits: Tensor, wanted: Tensor) -> Tensor:
+    """[m] probability of the wanted token."""
+    return logits.softmax(-1).gather(1, wanted[:, None]).squeeze(1)
+
+
+def _size(logits: Tensor, wanted: Tensor) -> Tensor:
+    """[m, 1] the length at which the wanted token's probability is `TOP`, by bisection of its logarithm."""
+    low, high = logits.new_full((len(logits), 1), 1e-3), logits.new_full((len(logits), 1), 1e3)
+    for _ in range(16):
+        middle = (low * high).sqrt()
+        less = _top(logits * middle, wanted)[:, None] < TOP
+        low, high = torch.where(less, middle, low), torch.where(less, high, middle)
+    return low

@@ -1,0 +1,170 @@
+"""What moves a block: gradients and exchanged tokens, without a look into the drafter.
+
+    look = Look(subject, batch, anchors)
+    look.reached()            # bool [A, S]: which captured states move any slot of each block, exact zeros
+    look.moved_by(tokens)     # [A, B] largest change of each slot when the row has these tokens instead
+
+Exactness: a state that attention masks out has a gradient of exactly 0, in every dtype; a token that is not used
+leaves every bit as it was. A state that is seen could have a gradient that underflows, so whoever misses one asks
+again with other states before telling.
+
+Shapes: S tokens, A anchors, B slots, D width, V the target's vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from parity.model.data import Batch
+from parity.probes.adapters.asking import Subject
+from parity.probes.adapters.base import Shown
+from parity.probes.adapters.reference_drafter import Row, changed
+
+PROJECTION = 77
+"""Seed of the random directions that hidden states are projected on before they are differentiated."""
+SEED = 3
+"""Of the steps: any, but the same for all."""
+
+
+class Look:
+    """One row with its states and anchors, and the step on them."""
+
+    def __init__(
+        self, subject: Subject, batch: Batch, anchors: Tensor, *, states: int = 5, training: bool = True
+    ) -> None:
+        """states: seed of the captured states."""
+        self.subject, self.batch, self.anchors, self.training = subject, batch, anchors, training
+        self.states = subject.states(batch, seed=states, grad=True)
+        self.row = Row.of(batch, anchors, subject.block)
+
+    def step(self, batch: Batch | None = None) -> Shown:
+        """The trainer's step on this row, or on one with other tokens."""
+        return self.subject.step(
+            batch or self.batch, self.states, anchors=self.anchors, seed=SEED, training=self.training
+        )
+
+    @cached_property
+    def shown(self) -> Shown:
+        """The step, with its graph."""
+        return self.step()
+
+    @cached_property
+    def directions(self) -> Tensor:
+        """[B, D] a random direction a slot."""
+        generator = torch.Generator().manual_seed(PROJECTION)
+        return torch.randn(self.subject.block, self.subject.adapter.width, generator=generator)
+
+    def strength(self, anchor: int, slot: int | None = None, shown: Shown | None = None) -> Tensor:
+        """[S] largest gradient of block `anchor` (a number, not a token), or of one slot, at each captured state."""
+        hidden = (self.shown if shown is None else shown).hidden[anchor]
+        directions = self.directions.to(hidden)
+        projected = hidden * directions if slot is None else hidden[slot] * directions[slot]
+        (gradient,) = torch.autograd.grad(
+            projected.sum(), self.states, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        return gradient.detach().abs().amax(dim=(1, 2))
+
+    def strengths(self) -> Tensor:
+        """[A, S] of every block."""
+        return torch.stack([self.strength(anchor) for anchor in range(len(self.anchors))])
+
+    def slots(self, anchor: int, shown: Shown | None = None) -> Tensor:
+        """bool [B, S] which captured states move each slot of one block."""
+        each = [self.strength(anchor, slot, shown) for slot in range(self.subject.block)]
+        return torch.stack(each) > 0
+
+    def moved_by(self, tokens: Tensor) -> Tensor:
+        """[A, B] largest change of each slot's hidden state when the row's tokens are these."""
+        return change(self.shown.hidden, self.step(with_tokens(self.batch, tokens)).hidden)
+
+    def moved(self) -> Tensor:
+        """[A, B] the same after something else was changed."""
+        return change(self.shown.hidden, self.step().hidden)
+
+
+def change(before: Tensor, after: Tensor) -> Tensor:
+    """[A, B] largest difference of two hidden states [A, B, D]; inf where one is not finite."""
+    apart = (after.detach().double() - before.detach().double()).abs().amax(-1)
+    return apart.nan_to_num(nan=torch.inf)
+
+
+def with_tokens(batch: Batch, tokens: Tensor) -> Batch:
+    """The row with other tokens."""
+    return replace(batch, tokens=tokens)
+
+
+def exchanged(batch: Batch, where: Tensor, vocabulary: int, avoid: int) -> Tensor:
+    """The row's tokens with every one of `where` (bool [S]) replaced by another, never by `avoid`."""
+    other = (batch.tokens + 1 + vocabulary // 3) % vocabulary
+    other = torch.where(other == avoid, (other + 1) % vocabulary, other)
+    other = torch.where(other == batch.tokens, (other + 1) % vocabulary, other)
+    return torch.where(where, other, batch.tokens)
+
+
+@contextmanager
+def other_rows(table: Tensor, rows: Tensor) -> Iterator[None]:
+    """Give some rows [n] of an embedding [V, D] other values for a while."""
+    kept = table.data[rows].clone()
+    try:
+        table.data[rows] = kept.roll(1, -1) + 1
+        yield
+    finally:
+        table.data[rows] = kept
+
+
+def filling_rows(look: Look, table: Tensor, suspects: Tensor) -> Tensor:
+    """Which embedding rows of `suspects` [n] move the last slots, halving them: ids, rising; none where none does."""
+    if not len(suspects):
+        return suspects
+    with other_rows(table, suspects):
+        if not bool((look.moved()[:, 1:] > 0).any()):
+            return suspects[:0]
+    if len(suspects) == 1:
+        return suspects
+    half = len(suspects) // 2
+    parts = (filling_rows(look, table, part) for part in (suspects[:half], suspects[half:]))
+    return torch.cat(list(parts))
+
+
+def products_in(look: Look, parameters: Mapping[str, Tensor]) -> torch.dtype:
+    """The dtype in which matrix products are taken: bfloat16 where rounding fc's weight to it changes no bit."""
+    weight = parameters["fc.weight"]
+    if weight.dtype in (torch.bfloat16, torch.float16):
+        return torch.bfloat16
+    rounded = weight.data.to(torch.bfloat16).to(weight.dtype)
+    if torch.equal(rounded, weight.data):
+        return weight.dtype  # nothing to be seen; the narrower limit is the safe one
+    with changed(parameters, {"fc.weight": rounded}):
+        still = bool((look.moved() == 0).all())
+    return torch.bfloat16 if still else weight.dtype
+
+
+def leak_between(look: Look, vocabulary: int, avoid: int) -> tuple[float, int, int] | None:
+    """(largest change of a block when the token of another block's anchor is exchanged, the block's anchor, the
+    other one); None where none moves. Every ordered pair is in one of 2 log2(A) steps."""
+    numbers = torch.arange(len(look.anchors))
+    for bit in range(max(1, (len(numbers) - 1).bit_length())):
+        for side in (0, 1):
+            chosen = (numbers >> bit) & 1 == side
+            moved = _when(look, chosen, vocabulary, avoid)
+            hit = (moved > 0) & ~chosen
+            if bool(hit.any()):
+                block = int(moved.masked_fill(chosen, -1).argmax())
+                alone = {
+                    int(n): float(_when(look, numbers == n, vocabulary, avoid)[block])
+                    for n in numbers[chosen]
+                }
+                other = max(alone, key=lambda number: alone[number])
+                return float(moved[block]), int(look.anchors[block]), int(look.anchors[other])
+    return None
+
+
+def _when(look: Look, chosen: Tensor, vocabulary: int, avoid: int) -> Tensor:
+    """[A] change of each block when the tokens at the chosen anchors are exchanged."""
+    where = torch.zeros_like(look.batch.tokens, dtype=torch.bool)
+    where[look.anchors[chosen]] = True
+    return look.moved_by(exchanged(look.batch, where, vocabulary, avoid)).amax(1)

@@ -1,0 +1,59 @@
+"""What a planted wiring fault is, and a trainer to plant it in.
+
+A plant replaces a stage of the trainer's own path (`parity.model.step.Wiring`), its drafter, source, parts or data;
+never what an adapter answers.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from parity.model.presets import preset
+from parity.model.step import Wiring
+from parity.probes.adapters.base import Adapter
+from parity.probes.adapters.builtin import Builtin
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plant:
+    """One fault, planted in one trainer."""
+
+    name: str
+    trainer: str
+    """builtin, speculators, specforge."""
+    deviation: str
+    """Its right name: a row of `parity.probes.deviations`."""
+    probe: str
+    """Whose question it is."""
+    build: Callable[[], Adapter]
+    detection_only: bool = False
+    """True where the strength is below one unit in the last place: it must be found, by whatever name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Healthy:
+    """One variant of a trainer as it should be."""
+
+    name: str
+    trainer: str
+    build: Callable[[], Adapter]
+    unshown: tuple[str, ...] = ()
+    """Probes that have nothing to ask here and say skipped."""
+
+
+def builtin(
+    changes: Mapping[str, Any] | None = None,
+    wiring: type[Wiring] = Wiring,
+    *,
+    preset_name: str = "unit",
+    then: Callable[[Builtin], None] = lambda adapter: None,
+) -> Builtin:
+    """The built-in trainer on a preset with `changes`, its step made by `wiring`; `then` may change the rest in place
+    (source, parts, drafter, data) before it is examined."""
+    training = preset(preset_name).changed(changes or {})
+    adapter = Builtin.open(training)
+    trainer = adapter.trainer
+    if wiring is not Wiring:
+        trainer.wiring = wiring(training, trainer.parts, trainer.drafter)
+    then(adapter)
+    return adapter
