@@ -88,7 +88,9 @@ class AtHead:
         """From a step whose graph is alive. Raises Broken where the loss does not depend on the hidden states shown."""
         (gradient,) = torch.autograd.grad(shown.loss, shown.hidden, allow_unused=True, retain_graph=True)
         if gradient is None:
-            raise Broken("step.hidden", "the tensor that the loss is computed from", "one it does not depend on")
+            raise Broken(
+                "step.hidden", "the tensor that the loss is computed from", "one it does not depend on"
+            )
         gradient, hidden = gradient.detach(), shown.hidden.detach()
         if not (gradient.isfinite().all() and hidden.isfinite().all() and shown.head.isfinite().all()):
             raise Broken("step", "finite hidden states, head and gradient", "values that are not finite")
@@ -278,7 +280,10 @@ def teacher_slice(subject: Subject, batch: Batch) -> tuple[TeacherSlice | None, 
     try:
         norm = subject.reference(batch).norm
     except Missing as missing:
-        return None, f"the slice is taken before the final norm, and the adapter does not show {missing.args[0]}"
+        return (
+            None,
+            f"the slice is taken before the final norm, and the adapter does not show {missing.args[0]}",
+        )
     if norm is None:
         return None, "the slice is taken before the final norm, which the adapter's reference does not hold"
     return TeacherSlice(number=number, tap=tap, norm=norm), ""

@@ -139,6 +139,15 @@ class Adapter:
         its document before it through the cache, one block, the inference's own embeddings, mask and head."""
         raise Missing("draft")
 
+    def generate(self, prompt: Sequence[int], new_tokens: int) -> tuple[Sequence[int], Sequence[int]]:
+        """(new token ids, accepted length of each cycle with its bonus token) of the inference's draft-verify loop at
+        temperature 0, caches and their rollback included. The first new token is no draft's."""
+        raise Missing("generate")
+
+    def greedy(self, prompt: Sequence[int], new_tokens: int) -> Sequence[int]:
+        """New token ids that the target writes by itself, greedily, one at a time, without the drafter."""
+        raise Missing("greedy")
+
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the run."""
         raise Missing("optimizer")

@@ -4,6 +4,7 @@ adapter = Builtin.open(presets.preset("unit"))
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from parity.model import chat
 from parity.model.config import Training
 from parity.model.data import Batch, Document
-from parity.model.decode import Ends, Proposer
+from parity.model.decode import DecodeConfig, Ends, Proposer, generate, greedy
 from parity.model.export import save_speculators, save_zlab
 from parity.model.export_layouts import Wiring as Layers
 from parity.model.loss import Teacher
@@ -53,6 +54,7 @@ class Builtin(Adapter):
         self.slices = tuple(getattr(trainer.source, "taps", ()))
         self.vocabulary, self.width = trainer.parts.embed.shape
         self.dtype = trainer.parts.embed.dtype
+        self.decoding = DecodeConfig(layers=self.recipe.conditioning.decoder_layers)
         self.configured = drafter_config(self.recipe, trainer.training.run, trainer.parts)
 
     @classmethod
@@ -101,8 +103,6 @@ class Builtin(Adapter):
 
     def draw(self, batch: Batch, *, seed: int, epoch: int) -> Tensor:
         """`Wiring.anchors`."""
-        from dataclasses import replace
-
         return self.trainer.wiring.anchors(replace(batch, epoch=epoch), seed)
 
     def capture(self, batch: Batch) -> Tensor:
@@ -137,6 +137,18 @@ class Builtin(Adapter):
             cache, batch.tokens[at], batch.position[at], batch.document[at], self.recipe.block.size
         )
         return made[0]
+
+    def generate(self, prompt: Sequence[int], new_tokens: int) -> tuple[Sequence[int], Sequence[int]]:
+        """`parity.model.decode`'s loop."""
+        config = replace(self.decoding, max_new_tokens=new_tokens)
+        made = generate(self.trainer.parts.speaker, self.trainer.drafter, prompt, config)
+        return made.tokens, made.accepted
+
+    def greedy(self, prompt: Sequence[int], new_tokens: int) -> Sequence[int]:
+        """The target token by token."""
+        config = replace(self.decoding, max_new_tokens=new_tokens)
+        tokens: list[int] = greedy(self.trainer.parts.speaker, prompt, config).tokens.tolist()
+        return tokens[len(prompt) :]
 
     def optimizer(self) -> torch.optim.Optimizer:
         """The run's AdamW."""

@@ -166,7 +166,9 @@ def _errors(columns: Array, weights: Array, left: float) -> Array:
     return np.sqrt(np.clip(variance, 0, None))
 
 
-def unseen(gradient: Tensor, columns: Mapping[str, Tensor], fit: Fit, others: Sequence[str]) -> dict[str, float]:
+def unseen(
+    gradient: Tensor, columns: Mapping[str, Tensor], fit: Fit, others: Sequence[str]
+) -> dict[str, float]:
     """Term -> the largest share it could have beside the fitted mixture without moving the residual over the limit.
 
     1 where its column lies along the mixture at every slot (`COLLINEAR`).

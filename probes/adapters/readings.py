@@ -9,7 +9,7 @@ residual (and put back). Where the whole does not agree, every layer but one is 
 projection set to zero): what is left shows that layer's window exactly, slot by slot, by gradient, and its direction
 by comparison.
 
-The limit is FLOOR_FACTOR times the rounding error of the same arithmetic in the trainer's precision.
+The limit is a few times the rounding error of the same arithmetic in the trainer's precision, measured beside it.
 """
 
 import math
@@ -24,14 +24,13 @@ from torch import Tensor
 from parity.probes.adapters.asking import Subject
 from parity.probes.adapters.base import Missing
 from parity.probes.adapters.reference_drafter import (
-    FLOOR_FACTOR,
     Reading,
     View,
     Weights,
     changed,
     distance,
-    floor,
     hidden,
+    limit,
 )
 from parity.probes.adapters.seeing import Look, products_in
 
@@ -198,6 +197,11 @@ class Lens:
         weights = replace(self.weights, values={**self.weights.values, **values})
         return hidden(weights, reading, row, case.look.shown.fc_input, self.table, **options)
 
+    def computed(self, look: Look, reading: Reading, values: Mapping[str, Tensor], table: Tensor) -> Tensor:
+        """[A, B, D] of all a look's blocks under a reading, in float32, with another embedding."""
+        weights = replace(self.weights, values={**self.weights.values, **values})
+        return hidden(weights, reading, look.row, look.shown.fc_input, table, dtype=torch.float32)
+
     def apart(self, taken: Taken, reading: Reading, dtype: torch.dtype = torch.float64) -> float:
         """Largest distance over the cases."""
         pairs = zip(self.cases, taken.found, strict=True)
@@ -206,12 +210,11 @@ class Lens:
         )
 
     def limit(self) -> float:
-        """FLOOR_FACTOR times the rounding error of the first case under the declared reading."""
+        """What rounding may make in the first case under the declared reading."""
         case = self.cases[0]
         row = replace(case.look.row, anchors=case.look.anchors[case.rows])
         weights = replace(self.weights, values={**self.weights.values, **self.whole.values})
-        made = floor(weights, self.declared, row, case.look.shown.fc_input, self.table, self.precision)
-        return FLOOR_FACTOR * made
+        return limit(weights, self.declared, row, case.look.shown.fc_input, self.table, self.precision)
 
     # --- search ---------------------------------------------------------------------------------------
 

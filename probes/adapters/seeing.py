@@ -11,7 +11,7 @@ again with other states before telling.
 Shapes: S tokens, A anchors, B slots, D width, V the target's vocabulary.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -116,18 +116,17 @@ def other_rows(table: Tensor, rows: Tensor) -> Iterator[None]:
         table.data[rows] = kept
 
 
-def filling_rows(look: Look, table: Tensor, suspects: Tensor) -> Tensor:
-    """Which embedding rows of `suspects` [n] move the last slots, halving them: ids, rising; none where none does."""
+def filling_rows(moves: Callable[[], bool], table: Tensor, suspects: Tensor) -> Tensor:
+    """Which embedding rows of `suspects` [n] make `moves` true when they are changed, by halving: ids, rising."""
     if not len(suspects):
         return suspects
     with other_rows(table, suspects):
-        if not bool((look.moved()[:, 1:] > 0).any()):
+        if not moves():
             return suspects[:0]
     if len(suspects) == 1:
         return suspects
     half = len(suspects) // 2
-    parts = (filling_rows(look, table, part) for part in (suspects[:half], suspects[half:]))
-    return torch.cat(list(parts))
+    return torch.cat([filling_rows(moves, table, part) for part in (suspects[:half], suspects[half:])])
 
 
 def products_in(look: Look, parameters: Mapping[str, Tensor]) -> torch.dtype:

@@ -83,13 +83,11 @@ class SpecForge(Adapter):
             finally:
                 self.model.train(before)
         row, place = rows.at(anchors)
-        number = torch.tensor([int((row[:index] == row[index]).sum()) for index in range(len(row))])
-        size = self.recipe.block.size
-        hidden = seen["hidden"].view(len(rows), -1, size, self.width)[row, number]
-        labels, weights = (torch.cat(seen[name], dim=1)[row, number] for name in ("labels", "weights"))
+        at = rows.numbers(anchors)
+        labels, weights = (torch.cat(seen[name], dim=1)[at] for name in ("labels", "weights"))
         return Shown(
             loss=loss,
-            hidden=hidden,
+            hidden=seen["hidden"],
             head=self.model.lm_head.weight,
             anchors=rows.start[row] + place,
             fc_input=rows.packed(seen["fc"]),
@@ -104,9 +102,11 @@ class SpecForge(Adapter):
         draft, terms = model._forward_draft_blocks, model._dflash_objective_chunk_terms
 
         def keep_hidden(*args: Any, **kwargs: Any) -> Any:
-            made = draft(*args, **kwargs)
-            seen["hidden"] = made[2]
-            return made
+            places, keep, hidden = draft(*args, **kwargs)
+            blocks = hidden.view(*places.shape, self.recipe.block.size, -1)
+            at = rows.numbers(anchors)
+            seen["hidden"] = blocks[at]  # and back, so that the loss is made from what is shown
+            return places, keep, blocks.index_put(at, seen["hidden"]).view(hidden.shape)
 
         def keep_labels(hidden: Tensor, labels: Tensor, weights: Tensor) -> Any:
             seen["labels"].append(labels)
@@ -244,6 +244,11 @@ class _Rows:
         """Row and place within it of token indices [A]."""
         row = self.batch.document[tokens]
         return row, tokens - self.start[row]
+
+    def numbers(self, anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """Row of each anchor [A], and which of the row's blocks it is."""
+        row, _ = self.at(anchors)
+        return row, torch.tensor([int((row[:index] == row[index]).sum()) for index in range(len(row))])
 
     def padded(self, values: Tensor) -> Tensor:
         """[S, F] -> [rows, longest, F], zeros behind each document."""

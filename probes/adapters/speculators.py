@@ -84,12 +84,12 @@ class Speculators(Adapter):
         with torch.random.fork_rng(), _training(self.model, training):
             torch.manual_seed(seed)
             seen, loss = self._forward(batch, states, anchors)
-        hidden, logits, targets, mask, _ = seen["backbone"]
+        _, _, targets, mask, _ = seen["backbone"]
         blocks = (len(anchors), self.recipe.block.size)
         labels = targets[0].argmax(-1).view(blocks)
         return Shown(
             loss=loss,
-            hidden=hidden[0].view(*blocks, -1),
+            hidden=seen["hidden"],
             head=self.model.lm_head.weight,
             anchors=seen["anchors"],
             fc_input=seen["fc"][0],
@@ -106,14 +106,22 @@ class Speculators(Adapter):
             seen["backbone"] = backbone(*args, **kwargs)
             return seen["backbone"]
 
-        hook = self.model.fc.register_forward_pre_hook(lambda _, args: seen.update(fc=args[0]))
+        def as_blocks(_: Any, args: Any, out: Tensor) -> Tensor:
+            seen["hidden"] = out.view(len(anchors), -1, out.shape[-1])
+            return seen["hidden"].view(out.shape)  # so that the loss is made from what is shown
+
+        hooks = (
+            self.model.fc.register_forward_pre_hook(lambda _, args: seen.update(fc=args[0])),
+            self.model.norm.register_forward_hook(as_blocks),
+        )
         self.model._backbone_forward = keep
         try:
             with _fixed_anchors(anchors, seen):
                 call = self.call | {"max_anchors": len(anchors)}
                 _, loss, _ = self.model(**self._batch(batch, states), **call)
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
             del self.model._backbone_forward
         return seen, loss
 

@@ -70,6 +70,8 @@ class Law:
     """gamma or alpha."""
     errors: dict[str, float] = field(default_factory=dict)
     note: str = ""
+    sum: float | None = None
+    """Of the weights themselves where `raw` also holds what flows through them."""
 
     @property
     def fits(self) -> bool:
@@ -221,8 +223,13 @@ def _best_alpha(slots: Slots, name: str, make: Callable[[float], Array]) -> Law 
     change = (np.log(np.abs(make(alpha + step))) - np.log(np.abs(make(alpha)))) / step
     spread = ((change - change.mean()) ** 2).sum()
     error = float(np.sqrt(loss(alpha) * len(change) / max(1, len(change) - 2) / spread)) if spread else np.inf
-    kind = "dpace-attached" if name.startswith("dpace-attached") else name
-    return _law(slots, kind, make(alpha), {"alpha": alpha}, errors={"alpha": error})
+    kind, total = name, None
+    if name.startswith("dpace-attached"):
+        on, chance = (
+            torch.from_numpy(slots.grid(each, 0.0)) for each in (slots.weight * 0 + 1, slots.chance)
+        )
+        kind, total = "dpace-attached", float(_dpace_weights("dpace", alpha, chance, on).sum())
+    return _law(slots, kind, make(alpha), {"alpha": alpha}, errors={"alpha": error}, sum=total)
 
 
 # --- what depends on the block, or on what the draft got right -----------------------------------------
@@ -275,32 +282,41 @@ def _per_block(slots: Slots) -> Law | None:
 
 
 def _streak(slots: Slots) -> Law | None:
-    """A weight that depends on the slot and on which earlier slots of the block the draft got right."""
-    right = slots.grid(slots.right.astype(np.float64), 1.0) > 0
+    """A weight that depends on the slot and on which slots of the block the draft got right."""
+    fallback: Law | None = None
+    kept, left_out = _states(slots, True), _states(slots, False)
+    for words in kept:
+        for state in (kept[words], left_out[words]):
+            groups = (slots.slot * (slots.size + 1) + state).astype(np.int64)
+            if len(np.unique(state)) < 2 or not _companions(groups):
+                continue
+            law = _law(slots, "streak", _means(slots.weight, groups), note=words)
+            if law.fits:
+                found = _with_gamma(slots, state, law)
+                if found.parameters:
+                    return found
+                fallback = fallback or found
+    return fallback
+
+
+def _states(slots: Slots, hole: bool) -> dict[str, Array]:
+    """In words, what a streak may be: [n] each. hole: whether a slot that is not trained counts as right."""
+    right = slots.grid(slots.right.astype(np.float64), float(hole)) > 0
+    at = (slots.block, slots.slot)
     before = np.ones_like(right)
     before[:, 2:] = np.cumprod(right[:, 1:-1], axis=1) > 0
-    run = np.zeros(right.shape)
-    length = np.zeros(len(right))
+    run, length = np.zeros(right.shape), np.zeros(len(right))
     for place in range(1, slots.size):
         run[:, place] = length
         length = np.where(right[:, place], length + 1, 0)
     prefix = np.cumprod(right[:, 1:], axis=1).sum(1)
-    at = (slots.block, slots.slot)
-    keys: dict[str, Array] = {
+    return {
         "whether the slot itself is right": slots.right.astype(np.float64),
         "whether all slots before are right": before[at].astype(np.float64),
         "the run of right slots just before": run[at],
         "the run of right slots from the anchor on": np.minimum(prefix[slots.block], slots.slot - 1.0),
         "the block's accepted length": prefix[slots.block].astype(np.float64),
     }
-    for words, state in keys.items():
-        groups = (slots.slot * (slots.size + 1) + state).astype(np.int64)
-        if len(np.unique(state)) < 2 or not _companions(groups):
-            continue
-        law = _law(slots, "streak", _means(slots.weight, groups), note=words)
-        if law.fits:
-            return _with_gamma(slots, state, law)
-    return None
 
 
 def _with_gamma(slots: Slots, state: Array, law: Law) -> Law:
