@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from parity.errors import NothingComparable, ParityError
-from parity.trace import Manifest, RequestEntry, Trace
+from parity.trace import NOT_STATED, Manifest, RequestEntry, Trace
 
 Kind = Literal["request", "tap", "tokens", "width", "dtype"]
 Side = Literal["a", "b", "both"]
@@ -227,7 +227,12 @@ def _pair_taps(a: Trace, b: Trace, names: Sequence[str]) -> tuple[list[TapPair],
 
 
 def identity_differences(a: Manifest, b: Manifest) -> tuple[str, ...]:
-    """What differs between the targets, in words: configuration, and parameters by canonical key."""
+    """What differs between the targets, in words: configuration, and parameters by canonical key.
+
+    Nothing, where a side does not state them (another tool's dump).
+    """
+    if NOT_STATED in (a.target.config_sha256, b.target.config_sha256):
+        return ()
     left, right = a.target.weights, b.target.weights
     found = ["the configurations differ"] if a.target.config_sha256 != b.target.config_sha256 else []
     for what, keys in (
