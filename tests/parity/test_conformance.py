@@ -87,3 +87,13 @@ def test_two_empty_statements_are_no_pass() -> None:
     empty = replace(ONE, statements=())
     with pytest.raises(ParityError, match="no statement in either"):
         compare_statements(empty, empty)
+
+
+def test_the_command_compares_two_statements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from parity.cli.main import run
+
+    save(ONE, tmp_path / "a.json")
+    save(with_fact("loss.gamma", 5.0), tmp_path / "b.json")
+    assert run(["compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 0
+    assert run(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 1
+    assert "loss.gamma: 4 -> 5" in capsys.readouterr().out
