@@ -32,7 +32,12 @@ PREFIXES = (
     "OMP_",
     "MKL_",
     "USE_HUB_KERNELS",
+    "CUDA_",
+    "ATEN_CPU_CAPABILITY",
+    "DNNL_",
+    "ONEDNN_",
 )
+"""Variables that can change numbers or kernels. No prefix here may catch a secret: reports are shown around."""
 
 
 def environment() -> dict[str, str]:
@@ -69,15 +74,25 @@ def cpu_name() -> str:
 
 
 def _devices() -> dict[str, str]:
-    """CUDA's version and device names, where torch is imported and can say."""
+    """What torch would compute with, where it is imported and can say: devices, precision, order of sums."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
-    found = {"torch threads": str(torch.get_num_threads()), "cuda": str(torch.version.cuda)}
+    found = {
+        "torch threads": str(torch.get_num_threads()),
+        "cuda": str(torch.version.cuda),
+        "cpu capability": str(torch.backends.cpu.get_cpu_capability()),
+        "matmul precision": str(torch.get_float32_matmul_precision()),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+    }
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             found[f"cuda:{index}"] = torch.cuda.get_device_name(index)
-        found["tf32"] = (
-            f"matmul {torch.backends.cuda.matmul.allow_tf32}, cudnn {torch.backends.cudnn.allow_tf32}"
+        found["cudnn"] = str(torch.backends.cudnn.version())
+        matmul = torch.backends.cuda.matmul
+        found["tf32"] = f"matmul {matmul.allow_tf32}, cudnn {torch.backends.cudnn.allow_tf32}"
+        found["16-bit sums"] = (
+            f"bf16 {matmul.allow_bf16_reduced_precision_reduction}, "
+            f"fp16 {matmul.allow_fp16_reduced_precision_reduction}"
         )
     return found

@@ -22,6 +22,8 @@ from parity.reports.record import Table, Value
 
 HEIGHT, FLAT = 260, 60
 """Pixels, of a chart and of one that has only zeros or odd values to show."""
+WRITTEN = 120
+"""Cells of a heat map up to which each holds its number: an influence matrix is read, not looked at."""
 SERIES = [f"var(--s{number})" for number in range(1, 7)]
 HEAT = [f"var(--h{number})" for number in range(9)]
 SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down"]
@@ -61,7 +63,9 @@ def draw(table: Table) -> Drawing | None:
     drawn = makers.get(table.chart.kind, _lines)(plot, numbers)
     spec = drawn.configure(**_CONFIG).to_dict(validate=False)  # the tests validate; it takes .3 s
     tips = [(words.heading(column), name) for name, column in plot.columns.items()]
-    return Drawing(spec, plot.rows, tips, _label(plot, table), plot.remarks)
+    # Vega puts the description where the page's own label was, and removes that one where there is none
+    label = spec["description"] = _label(plot, table)
+    return Drawing(spec, plot.rows, tips, label, plot.remarks)
 
 
 _CONFIG: dict[str, Any] = {
@@ -284,9 +288,12 @@ def _heatmap(plot: Plot, numbers: Sequence[float]) -> Layers:
     names = [f"under {words.number(bounds[0])}", *(f"from {words.number(bound)}" for bound in bounds)]
     plot.rows["b"] = [_step(value, names, bounds) for value in plot.rows["v"]]
     colours = [HEAT[round(step * (len(HEAT) - 1) / len(bounds))] for step in range(len(names))]
+    written = len(plot.rows["k"]) <= WRITTEN
     legend = alt.Legend(symbolType="square", symbolSize=160, orient="bottom", columns=5)
     scale = alt.Scale(domain=names, range=colours)
-    colour = alt.Color("b:N", title=words.heading(plot.columns["v"]), scale=scale, legend=legend)
+    colour = alt.Color(
+        "b:N", title=words.heading(plot.columns["v"]), scale=scale, legend=None if written else legend
+    )
     layers = []
     if NUMBER in plot.rows["k"]:
         layers.append(base.transform_filter(f"datum.k === {NUMBER}").mark_rect().encode(color=colour))
@@ -299,6 +306,10 @@ def _heatmap(plot: Plot, numbers: Sequence[float]) -> Layers:
             odd.mark_rect(fill="var(--card)"),
             odd.mark_text(text="✕", fontSize=10, fill="var(--fail)"),
         ]
+    if written:
+        plot.rows["n"] = [words.cell(value) for value in plot.rows["v"]]
+        number = base.transform_filter(f"datum.k !== {ODD}").mark_text(fontSize=12, fill="var(--ink)")
+        layers.append(number.encode(text="n:N"))
     height = min(640, max(120, 22 * len(_distinct(plot.rows["y"]))))
     return alt.layer(*layers).properties(width="container", height=height)
 

@@ -123,10 +123,15 @@ class Conformance:
     """Probe and reason, for those that could not."""
 
     @property
+    def said(self) -> tuple[tuple[str, str], ...]:
+        """Probe and sentence, those that could not answer with the reason."""
+        answered = tuple((statement.probe, statement.sentence) for statement in self.statements)
+        return answered + tuple((probe, f"not answered ({reason})") for probe, reason in self.unanswered)
+
+    @property
     def paragraph(self) -> str:
         """All sentences as one paragraph."""
-        said = [f"{statement.probe}: {statement.sentence}." for statement in self.statements]
-        said += [f"{probe}: not answered ({reason})." for probe, reason in self.unanswered]
+        said = (f"{probe}: {sentence}." for probe, sentence in self.said)
         return " ".join([f"{self.trainer}, recipe {self.recipe}.", *said])
 
 

@@ -20,13 +20,17 @@ import altair as alt
 import vl_convert
 
 from parity.reports import charts, words
-from parity.reports.record import Column, Finding, Report, Suspicion, Table, Value
+from parity.reports.record import Column, Conformance, Finding, Report, Suspicion, Table, Value
 from parity.reports.schema import SCHEMA
 
 MAX_BYTES = 2_900_000
 """The whole page. What does not fit is cut from the tables, and said there."""
 LEAST_ROWS = 12
 """A shorter table gets no search box."""
+FEW = 6
+"""Places on the x axis up to which a chart fits a phone."""
+LONG = 40
+"""Characters from which the texts of a column are wrapped."""
 OPEN_ROWS = 40
 """A table without a chart is open up to this many rows."""
 
@@ -58,6 +62,7 @@ def paint(report: Report) -> str:
         "head": _guarded("head", lambda: _head(report)),
         "nav": _nav(report),
         "suspicions": _guarded("suspicions", lambda: _suspicions(report.suspicions, ids)),
+        "conformance": _guarded("conformance", lambda: _conformance(report.conformance)),
         "findings": _guarded("findings", lambda: _findings(report, ids)),
         "environment": _guarded("environment", lambda: _environment(report)),
         "notes": _guarded("notes", lambda: _notes(report)),
@@ -143,6 +148,7 @@ def _nav(report: Report) -> str:
     """Links to the sections that are there."""
     sections = (
         ("suspicions", "Suspicions", report.suspicions),
+        ("conformance", "Conformance", report.conformance),
         ("findings", "Findings", report.findings),
         ("measurements", "Measurements", report.tables),
         ("environment", "Environment", report.environment),
@@ -178,6 +184,17 @@ def _suspicions(suspicions: tuple[Suspicion, ...], ids: _Ids) -> str:
         f"</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     )
     return _section("suspicions", "Suspicions", body)
+
+
+def _conformance(conformance: Conformance | None) -> str:
+    """What the wiring was measured to be: a sentence a probe."""
+    if conformance is None:
+        return ""
+    said = "".join(f"<dt>{_text(probe)}</dt><dd>{_text(line)}</dd>" for probe, line in conformance.said)
+    about = (
+        f"<p>{_text(conformance.trainer)}, recipe <code>{_text(conformance.recipe)}</code>, as measured.</p>"
+    )
+    return _section("conformance", "Conformance statement", f'{about}<dl class="said">{said}</dl>')
 
 
 def _findings(report: Report, ids: _Ids) -> str:
@@ -246,7 +263,8 @@ def _tables(report: Report, ids: _Ids, drawings: dict[str, Drawn], room: int) ->
         part = _guarded(table.name, lambda t=table, w=where, d=drawing, s=share: _table(t, w, d, s))  # type: ignore[misc]
         room -= len(part.encode())
         parts.append(part)
-    return _section("measurements", "Measurements", "".join(parts)) if parts else ""
+    body = f'<div class="tables">{"".join(parts)}</div>'
+    return _section("measurements", "Measurements", body) if parts else ""
 
 
 def _table(table: Table, where: str, drawing: Drawn, share: int) -> str:
@@ -255,18 +273,30 @@ def _table(table: Table, where: str, drawing: Drawn, share: int) -> str:
     size = words.many(len(table.rows), "row", "rows")
     cut = "" if shown == len(table.rows) else f" The first {shown} are shown; the JSON report holds all."
     is_open = " open" if drawing is None and len(table.rows) <= OPEN_ROWS else ""
-    numeric = [f"#{where} td:nth-child({n})" for n, c in enumerate(table.columns, 1) if words.is_numeric(c)]
-    style = f"<style>{','.join(numeric)}{{text-align:right}}</style>" if numeric else ""
     search = _search(where) if len(table.rows) >= LEAST_ROWS else ""
     caption = f'<p class="about">{_text(table.caption)}</p>' if table.caption else ""
     title = _text(table.title)
+    half = " half" if table.chart is not None and table.chart.kind == "timeline" else ""
     return (
-        f'<section class="table" id="{where}"><h3>{title}</h3>{caption}{_figure(table, where, drawing)}'
-        f'<details{is_open}><summary>Table <span class="from">{size}.{cut}</span></summary>{style}{search}'
+        f'<section class="table{half}" id="{where}"><h3>{title}</h3>{caption}{_figure(table, where, drawing)}'
+        f'<details{is_open}><summary>Table <span class="from">{size}.{cut}</span></summary>'
+        f"{_column_styles(table, where)}{search}"
         f'<div class="scroll" role="region" aria-label="{title}, table" tabindex="0">'
         f'<table class="data"><caption>{title}</caption>'
         f"<thead><tr>{_headings(table.columns)}</tr></thead><tbody>{rows}</tbody></table></div></details></section>"
     )
+
+
+def _column_styles(table: Table, where: str) -> str:
+    """A table's own rules: numbers on the right (also in the first column), long texts wrapped."""
+    rules = ""
+    for number, column in enumerate(table.columns, 1):
+        cells = f"#{where} tbody>tr>:nth-child({number})"
+        if words.is_numeric(column):
+            rules += f"{cells}{{text-align:right}}"
+        elif any(len(str(value)) > LONG for value in words.values_of(table, number - 1)):
+            rules += f"{cells}{{white-space:normal;min-width:14rem;overflow-wrap:anywhere}}"
+    return f"<style>{rules}</style>" if rules else ""
 
 
 def _search(where: str) -> str:
@@ -311,7 +341,7 @@ def _figure(table: Table, where: str, drawing: Drawn) -> str:
         return ""
     if isinstance(drawing, Exception):
         return _broken("chart", drawing)
-    kind = _text(table.chart.kind)
+    kind = _text(table.chart.kind) + (" small" if len(set(drawing.rows["x"])) <= FEW else "")
     caption = " ".join(part for part in (table.chart.caption, *drawing.remarks) if part)
     return (
         f'<figure><div class="chart-box"><div class="chart {kind}" data-chart="{where}" role="img" '

@@ -3,6 +3,8 @@
 python -m parity show REPORT.json --as junit > junit.xml
 """
 
+from datetime import UTC, datetime
+
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
 
 from parity.reports import words
@@ -14,7 +16,8 @@ RESULTS = {"fail": Failure, "error": Error, "skipped": Skipped}
 def paint(report: Report) -> str:
     """The report as one test suite with a test case a finding, in the report's order."""
     suite = TestSuite(f"parity {words.plain(report.kind)}")
-    suite.timestamp = words.plain(report.created).removesuffix("Z")  # JUnit's schema knows no zone
+    if (timestamp := _timestamp(report.created)) is not None:
+        suite.timestamp = timestamp
     about = (("title", report.title), ("command", report.command))
     for name, value in (*about, *report.subject, *report.environment):
         suite.add_property(words.plain(name), words.cell(value))
@@ -26,6 +29,16 @@ def paint(report: Report) -> str:
     suite.time = xml.time = report.seconds  # after the statistics, which would add up the cases' zeros
     text: str = xml.tostring().decode("utf-8")
     return f'<?xml version="1.0" encoding="utf-8"?>\n{text.rstrip()}\n'
+
+
+def _timestamp(created: str) -> str | None:
+    """UTC without a zone, which strict readers of JUnit do not know; None for what is no time."""
+    try:
+        time = datetime.fromisoformat(created)
+    except ValueError:
+        return None
+    time = time.astimezone(UTC) if time.tzinfo else time
+    return time.replace(tzinfo=None).isoformat(timespec="seconds")
 
 
 def _case(report: Report, finding: Finding) -> TestCase:

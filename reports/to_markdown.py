@@ -26,6 +26,7 @@ def paint(report: Report) -> str:
         ("head", _head),
         ("findings", _findings),
         ("suspicions", _suspicions),
+        ("conformance", _conformance),
         ("tables", _tables),
         ("environment", _environment),
         ("notes", _notes),
@@ -137,6 +138,13 @@ def _suspicions(report: Report) -> Iterator[str]:
         for each in report.suspicions
     ]
     yield _grid(("suspicion", "verdict", "because"), rows, (False, False, False))
+
+
+def _conformance(report: Report) -> Iterator[str]:
+    if report.conformance is not None:
+        yield "### Conformance statement"
+        rows = [(_escaped(probe), _escaped(sentence)) for probe, sentence in report.conformance.said]
+        yield _grid(("probe", "measured"), rows, (False, False))
 
 
 def _tables(report: Report) -> Iterator[str]:

@@ -58,6 +58,7 @@ def paint(report: Report, *, width: int = 80, colour: bool = False) -> str:
             ("tables", _tables),
             ("environment", _environment),
             ("notes", _notes),
+            ("conformance", _conformance),
             ("suspicions", _suspicions),
         ):
             _guarded(console, name, lambda part=part: part(console, report))  # type: ignore[misc]
@@ -200,6 +201,15 @@ def _notes(console: Console, report: Report) -> None:
         _section(console, "Notes")
         for note in report.notes:
             console.print(Padding(Text(words.plain(note)), (0, 0, 0, 2)))
+
+
+def _conformance(console: Console, report: Report) -> None:
+    """What the wiring was measured to be, a sentence a probe."""
+    if report.conformance is None:
+        return
+    _section(console, "Conformance statement")
+    columns = (Column(key="probe", title="probe"), Column(key="said", title="measured"))
+    _table(console, Table(name="conformance", title="", columns=columns, rows=report.conformance.said))
 
 
 def _suspicions(console: Console, report: Report) -> None:

@@ -131,6 +131,8 @@ def verdict(report: Report) -> str:
         return f"Nothing failed; {many(warned, 'finding is', 'findings are')} worth a look."
     if report.outcome == "pass":
         return "Everything that was compared is within its limits."
+    if report.kind == "env" and not report.findings:
+        return "This lists what one machine would run; nothing was compared."
     return "Nothing was compared, and that is not a pass."
 
 

@@ -2,9 +2,12 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from parity.reports.record import Report
 
 
 class Form(StrEnum):
@@ -18,17 +21,37 @@ class Form(StrEnum):
 
 
 def show(
-    report: Annotated[Path, typer.Argument(help="A report.json, or the folder that holds it.")],
+    report: Annotated[
+        Path, typer.Argument(help="A report.json or the folder that holds it, or a run's steps.jsonl.")
+    ],
     form: Annotated[Form, typer.Option("--as", help="How to paint it.")] = Form.text,
+    parquet: Annotated[
+        Path | None,
+        typer.Option(help="Folder to write every table to as parquet, instead of painting.", metavar="DIR"),
+    ] = None,
 ) -> None:
-    """Paint a saved report as text, JSON, HTML, Markdown or JUnit XML."""
+    """Paint a saved report as text, JSON, HTML, Markdown or JUnit XML, or write its tables as parquet."""
+    from parity.reports import from_steps
+
+    if parquet is None:
+        print(paint(from_steps.read(report), form), end="")
+        return
+    from parity.reports import step_log, to_frame
+
+    steps = from_steps.steps_file(report)
+    source = from_steps.read(report) if steps is None else step_log.read(steps)
+    for path in to_frame.export(source, parquet):
+        typer.echo(path)
+
+
+def paint(report: "Report", form: Form) -> str:
+    """The report in that form; text in the terminal's width and colours."""
     import importlib
 
     from parity.cli.output import colour, width
-    from parity.reports import schema, to_text
+    from parity.reports import to_text
 
-    record = schema.read(report / "report.json" if report.is_dir() else report)
     if form is Form.text:
-        print(to_text.paint(record, width=width(), colour=colour()), end="")
-    else:
-        print(importlib.import_module(f"parity.reports.to_{form}").paint(record), end="")
+        return to_text.paint(report, width=width(), colour=colour())
+    painted: str = importlib.import_module(f"parity.reports.to_{form}").paint(report)
+    return painted

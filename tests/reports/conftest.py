@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from parity.reports.record import Chart, Column, Finding, Report, Suspicion, Table, Value
+from tests.reports import pages
 
 HOSTILE = (
     "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>"
@@ -409,3 +410,9 @@ def report_of() -> Callable[..., Report]:
         return Report(**(fields | parts))  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def page_reports() -> dict[str, Report]:
+    """The three kinds of report that a page is made of, as full as they get."""
+    return {"check": check_report(), "compare": pages.compare_page(), "train": pages.train_page()}

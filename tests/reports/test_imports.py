@@ -15,7 +15,19 @@ def _loaded(module: str) -> list[str]:
 
 
 def test_light_modules_load_nothing_heavy() -> None:
-    light = ("record", "schema", "words", "to_json", "to_text", "to_markdown", "to_junit", "chart_rows")
+    light = (
+        "record",
+        "schema",
+        "words",
+        "to_json",
+        "to_text",
+        "to_markdown",
+        "to_junit",
+        "to_annotations",
+        "step_log",
+        "from_steps",
+        "chart_rows",
+    )
     assert _loaded(", ".join(f"parity.reports.{name}" for name in light)) == []
 
 

@@ -1,11 +1,18 @@
-"""The JUnit painter, read back by junitparser."""
+"""The JUnit painter, read back by junitparser and validated against a schema."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
+from lxml import etree
 
 from parity.reports.record import Finding, Report
 from parity.reports.to_junit import paint
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 
 
 def _suite(report: Report) -> TestSuite:
@@ -68,3 +75,78 @@ def test_hostile_texts_are_well_formed(report_of: Callable[..., Report], hostile
 
 def test_nothing_found_is_an_empty_suite(report_of: Callable[..., Report]) -> None:
     assert _suite(report_of()).tests == 0
+
+
+@pytest.fixture(scope="module")
+def schema() -> etree.XMLSchema:
+    return etree.XMLSchema(etree.parse(GOLDEN / "junit.xsd"))
+
+
+def test_what_is_written_is_valid(
+    schema: etree.XMLSchema, small: Report, big: Report, report_of: Callable[..., Report], hostile: str
+) -> None:
+    finding = Finding(name=hostile, outcome="fail", sentence=hostile, next_step=hostile, fault=hostile)
+    odd = report_of(
+        title=hostile, created="2026-01-02T03:04:05+00:00", findings=(finding,), subject=(("x", hostile),)
+    )
+    empty = report_of(created="2026-01-02T03:04:05Z")
+    for report in (small, big, odd, empty):
+        schema.assertValid(etree.fromstring(paint(report).encode()))
+
+
+@pytest.mark.parametrize(
+    ("created", "timestamp"),
+    [
+        ("2026-01-02T03:04:05Z", "2026-01-02T03:04:05"),
+        ("2026-01-02T03:04:05+00:00", "2026-01-02T03:04:05"),
+        ("2026-01-02T03:04:05.6+02:00", "2026-01-02T01:04:05"),
+        ("yesterday", None),
+    ],
+)
+def test_the_timestamp_is_utc_without_a_zone(
+    report_of: Callable[..., Report], created: str, timestamp: str | None
+) -> None:
+    assert _suite(report_of(created=created)).timestamp == timestamp
+
+
+def test_pytests_own_output_is_valid_too(schema: etree.XMLSchema, tmp_path: Path) -> None:
+    """The schema is ours: that it describes the common format is shown by a writer that is not."""
+    (tmp_path / "test_x.py").write_text(
+        "import pytest\ndef test_a(record_property): record_property('k', 1)\ndef test_b(): print(1); assert 0\n"
+        "@pytest.mark.skip\ndef test_c(): ...\n@pytest.fixture\ndef f(): 1 / 0\ndef test_d(f): ...\n"
+    )
+    out = tmp_path / "out.xml"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={out}",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stdout
+    schema.assertValid(etree.parse(out))
+
+
+@pytest.mark.parametrize(
+    ("text", "to"),
+    [
+        ('tests="5"', 'tests="many"'),
+        ('tests="5"', ""),
+        ("<testcase ", "<case "),
+        (' classname="parity.check"', ""),
+        ('timestamp="2026-01-02T03:04:05"', 'timestamp="2026-01-02T03:04:05Z"'),
+        ('timestamp="2026-01-02T03:04:05"', 'timestamp="yesterday"'),
+        ('time="41.2"', 'time="-1"'),
+        ("<properties>", "<properties><testcase/>"),
+        ("</testsuite>", "<properties><property name='a'/></properties></testsuite>"),
+    ],
+)
+def test_the_schema_refuses_what_is_wrong(schema: etree.XMLSchema, small: Report, text: str, to: str) -> None:
+    painted = paint(small)
+    assert text in painted
+    wrong = painted.replace(text, to).replace("</testcase>", "</case>" if to == "<case " else "</testcase>")
+    assert not schema.validate(etree.fromstring(wrong.encode()))

@@ -1,6 +1,7 @@
 """Numbers and texts as every painter writes them."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -65,3 +66,8 @@ def test_worst_comes_first_and_order_is_kept(big: Report) -> None:
     assert outcomes[:3] == ["warn", "skipped", "skipped"]
     names = [finding.name for finding in words.worst_first(big.findings)]
     assert names[3:5] == ["environment", "dispatch"]
+
+
+def test_a_machines_list_is_no_comparison(report_of: Callable[..., Report]) -> None:
+    assert words.verdict(report_of(kind="env")).startswith("This lists what one machine would run")
+    assert words.verdict(report_of(kind="check")) == "Nothing was compared, and that is not a pass."
