@@ -28,8 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("parity", "model", "probes", "reports")
 """The four folders that are installed; tests/ is the fifth."""
 
-UNDECLARED = {"kernels"}
-"""Imported only to recognise it where a user has it: neither a dependency nor an extra of ours."""
+UNDECLARED = {"kernels", "speculators", "specforge", "dflash"}
+"""Imported only where a user has them: `kernels` to be recognised, the trainers to be asked (their pins contradict
+ours, so they are no extras: `make peers`)."""
 
 HOSTS = tuple(
     ".".join(parts)
@@ -209,7 +210,8 @@ def test_wheel_holds_all_files_of_the_packages(wheel: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {str(p) if p.parts[0] == "parity" else f"parity/{p}" for p in source_files()}
     for path in repository_files():  # and the data that package-data promises
-        if path.parts[:2] == ("model", "embedded") or (path.parts[0] == "reports" and path.suffix == ".html"):
+        shipped = path.parts[0] in ("reports", "probes") and path.suffix in (".html", ".json")
+        if path.parts[:2] == ("model", "embedded") or shipped:
             expected.add(f"parity/{path}")
     assert held == expected | {"parity/py.typed"}
 
