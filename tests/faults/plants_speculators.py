@@ -109,7 +109,7 @@ PLANTS = (
           "loss_mask.clone()[:, anchored_block_indices]", "torch.ones_like(loss_mask)[:, anchored_block_indices]"),
     # teacher
     _code("the final norm is not applied (TorchSpec#169)", "teacher", "teacher-norm", CORE, "_backbone_forward",
-          "self.verifier_norm(verifier_last_hidden_states)\n", "verifier_last_hidden_states\n"),
+          "self.verifier_norm(verifier_last_hidden_states[:, target_indices])", "verifier_last_hidden_states[:, target_indices]"),
     _set("a 1 + w norm loaded as plain RMSNorm (#797)", "teacher", "teacher-norm",
          lambda a: a.model.verifier_norm.weight.sub_(1)),
     _set("another teacher head", "teacher", "teacher-head", lambda a: _random(a, "verifier_lm_head")),
@@ -120,7 +120,7 @@ PLANTS = (
           "same_doc = (q_doc == kv_doc) & (q_doc != -1)", "same_doc = q_doc != -1"),
     _code("earlier blocks are visible", "context", "block-other", core, "create_anchor_block_mask_mod",
           "kv_is_block & (q_block == kv_block)", "kv_is_block & (q_block >= kv_block)"),
-    _set("no mask at all (#686)", "context", "context-future", lambda a: setattr(
+    _set("no mask at all (#686)", "context", "mask-ignored", lambda a: setattr(
         a.model, "_create_mask_fn", lambda mod, B, H, Q_LEN, KV_LEN, device: torch.ones(1, 1, Q_LEN, KV_LEN).bool())),
     _set("a window of 5", "context", "window-size", lambda a: setattr(a.model, "sliding_window", 5), SLIDING),
     _set("bidirectional in a sliding layer", "context", "within-block",
@@ -131,8 +131,8 @@ PLANTS = (
     _set("the head is random (SpecForge#455's fault)", "frozen", "head-differs", lambda a: _random(a, "lm_head")),
     _set("the embedding trains", "frozen", "frozen-trains", lambda a: a.model.embed_tokens.weight.requires_grad_(True)),
     # drafting and the checkpoint
-    _set("another mask token", "decode", "mask-token", lambda a: setattr(a.model.config, "mask_token_id", 5)),
-    _set("partial rotary in training only (#613)", "decode", "rope-part",
+    _set("another mask token", "context", "mask-token", lambda a: setattr(a.model.config, "mask_token_id", 5)),
+    _set("partial rotary in training only (#613)", "context", "rope-part",
          lambda a: a.model.rotary_emb.inv_freq[a.model.rotary_emb.inv_freq.numel() // 2:].zero_()),
     _set("layer ids written without + 1", "export", "export-layer-ids", lambda a: setattr(
         a.model.config, "aux_hidden_state_layer_ids", [1, 0, 2])),
