@@ -133,7 +133,7 @@ def regenerate(
                 own = [
                     n
                     for n in asked
-                    if (_thinks(conversations[n][turn]) if thinking is None else thinking) == think
+                    if (thinks(conversations[n][turn]) if thinking is None else thinking) == think
                 ]
                 histories = [made[n] for n in own]
                 answers = _answers(model, tokenizer, histories, max_new_tokens, think) if own else []
@@ -143,7 +143,8 @@ def regenerate(
     return made
 
 
-def _thinks(message: Message) -> bool:
+def thinks(message: Message) -> bool:
+    """Whether an assistant's turn holds thoughts."""
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     return bool(thoughts) or bool(THOUGHTS.match(str(message.get("content") or "")))
 

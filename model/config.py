@@ -217,6 +217,10 @@ class DataPart(_Part):
     regenerate: int = Field(default=0, ge=0)
     """Tokens a turn: every assistant turn is written anew by the target, greedily, before training (as in arXiv
     2602.06036); 0 trains on the turns as they are. Cached, under OUT where `cache` is null."""
+    server: str | None = None
+    """Address of an OpenAI-compatible server that writes them; null: the target in this process."""
+    server_model: str | None = None
+    """The target's name on that server; null: `recipe.target.model`."""
     cache: str | None = None
     """Folder for tokenised documents; null: none."""
 
@@ -284,6 +288,23 @@ class SavePart(_Part):
     """Needs the extra `tensorboard`; writes into OUT/tensorboard."""
 
 
+class WatchPart(_Part):
+    """The probes that ride along (`parity.watch`)."""
+
+    every: int = Field(default=50, ge=1)
+    """Steps between two step reports; the first is due at step warmup + 1."""
+    warmup: int = Field(default=0, ge=0)
+    """Steps before the first."""
+    probes: tuple[str, ...] = ("noise", "inputs", "labels", "loss")
+    """Wiring probes that are asked at each report (`parity probes`); none leaves what the step itself shows."""
+    on_fail: Literal["warn", "stop"] = "warn"
+    """stop: the run saves and ends at the first report with a finding that fails."""
+    baseline: str | None = None
+    """A conformance.json of another run, with which the wiring is compared as it is with this run's first report."""
+    recapture: int = Field(default=64, ge=0)
+    """Tokens of one sample whose states are captured again and compared with those the step was given; 0: none."""
+
+
 class Run(_Part):
     """Everything but the wiring."""
 
@@ -299,8 +320,8 @@ class Run(_Part):
     parallel: Literal["ddp", "fsdp2"] = "ddp"
     """How ranks share the drafter under torchrun; one process needs neither."""
     save: SavePart = SavePart()
-    watch: dict[str, Any] = {}
-    """Reserved for the probes that run during training; not read by the trainer."""
+    watch: WatchPart | None = None
+    """What `parity train` asks on the way; null: nothing, at no cost. The trainer itself does not read it."""
 
 
 class Training(_Part):

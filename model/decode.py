@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import nan
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -174,10 +174,42 @@ class Proposer:
         return wide
 
 
+class Feeding(Protocol):
+    """A target in the middle of a text. Every `feed` is followed by one `keep`."""
+
+    def feed(self, ids: Tensor, *, last_only: bool = False) -> tuple[Tensor, Tensor]:
+        """Compute ids [n] after what is kept: logits [n, V] and conditioning states [n, C * D].
+
+        last_only: logits of the last token alone, [1, V], where the model can.
+        """
+
+    def keep(self, count: int) -> None:
+        """Keep the first `count` of the tokens fed last; the state is then as if no others had been fed."""
+
+
+class Speaker(Protocol):
+    """A target that is no model of transformers (the stand-in of `parity.model.states`)."""
+
+    @property
+    def ends(self) -> Ends: ...
+
+    def session(self, layers: Sequence[int], rollback: Rollback) -> Feeding: ...
+
+
+def _session(target: "Target | Speaker", config: DecodeConfig) -> Feeding:
+    if isinstance(target, Target):
+        return Session(target, config.layers, config.rollback)
+    return target.session(config.layers, config.rollback)
+
+
+def _ends(target: "Target | Speaker") -> Ends:
+    return Ends.of(target) if isinstance(target, Target) else target.ends
+
+
 class Session:
     """A target with its cache, fed tokens; gives logits and conditioning states, and can take tokens back.
 
-    Every `feed` is followed by one `keep`. States are taken by hooks on the decoder layers.
+    States are taken by hooks on the decoder layers.
     """
 
     def __init__(self, target: Target, layers: Sequence[int], rollback: Rollback = "restore") -> None:
@@ -204,17 +236,14 @@ class Session:
         self._before: list[dict[str, Any]] = []
 
     def feed(self, ids: Tensor, *, last_only: bool = False) -> tuple[Tensor, Tensor]:
-        """Compute ids [n] after what is cached: logits [n, V] and conditioning states [n, C * D].
-
-        last_only: logits of the last token alone, [1, V], where the model can.
-        """
+        """As `Feeding.feed`."""
         self._fed = ids
         if self._restores:
             self._before = [_snapshot(layer) for layer in self.cache.layers]
         return self._forward(ids, self._limits if last_only else {})
 
     def keep(self, count: int) -> None:
-        """Keep the first `count` of the tokens fed last; the state is then as if no others had been fed."""
+        """As `Feeding.keep`."""
         refused = len(self._fed) - count
         if self._records or (refused and not self._restores):
             self.cache.crop(-refused)
@@ -314,19 +343,21 @@ class _Chooser:
         return accept_sampled(drafts, draft, self._probabilities(logits), self.generator)
 
 
-def generate(target: Target, drafter: Drafter, prompt: Sequence[int], config: DecodeConfig) -> Decoded:
+def generate(
+    target: Target | Speaker, drafter: Drafter, prompt: Sequence[int], config: DecodeConfig
+) -> Decoded:
     """Draft and verify one prompt (token ids). Raises ParityError where layers and drafter do not fit."""
     return decode(target, drafter, [prompt], config)[0]
 
 
 def decode(
-    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], config: DecodeConfig
+    target: Target | Speaker, drafter: Drafter, prompts: Sequence[Sequence[int]], config: DecodeConfig
 ) -> list[Decoded]:
     """Draft and verify each prompt (token ids), one after another. Raises as `generate`."""
     if len(config.layers) != drafter.config.conditioning:
         found = f"{len(config.layers)} conditioning layers, and a drafter that takes {drafter.config.conditioning}"
         raise ParityError("drafting", found, "give the layers that the drafter was trained with")
-    proposer = Proposer(drafter, Ends.of(target))
+    proposer = Proposer(drafter, _ends(target))
     return [
         _generate(target, proposer, prompt, replace(config, seed=config.seed + index))
         for index, prompt in enumerate(prompts)
@@ -334,8 +365,10 @@ def decode(
 
 
 @torch.no_grad()
-def _generate(target: Target, proposer: Proposer, prompt: Sequence[int], config: DecodeConfig) -> Decoded:
-    session, drafter = Session(target, config.layers, config.rollback), proposer.drafter
+def _generate(
+    target: Target | Speaker, proposer: Proposer, prompt: Sequence[int], config: DecodeConfig
+) -> Decoded:
+    session, drafter = _session(target, config), proposer.drafter
     device = proposer.ends.embed.device
     chooser = _Chooser(proposer, config.temperature, torch.Generator(device).manual_seed(config.seed))
     cache, limit = drafter.new_cache(), len(prompt) + config.max_new_tokens
@@ -393,11 +426,11 @@ class Recorded:
 
 
 @torch.no_grad()
-def greedy(target: Target, prompt: Sequence[int], config: DecodeConfig) -> Recorded:
+def greedy(target: Target | Speaker, prompt: Sequence[int], config: DecodeConfig) -> Recorded:
     """The target's own greedy text, token by token with its cache, and its conditioning states."""
-    session = Session(target, config.layers)
+    session = _session(target, replace(config, rollback="restore"))
     tokens, kept = list(prompt), list[Tensor]()
-    new = torch.tensor(prompt, device=next(target.embed.parameters()).device)
+    new = torch.tensor(prompt, device=_ends(target).embed.device)
     while True:
         logits, states = session.feed(new, last_only=True)
         session.keep(len(new))

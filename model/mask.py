@@ -209,6 +209,9 @@ def plan_groups(layout: Layout, rule: Rule) -> tuple[Group, ...]:
 
     Right for any order of anchors, fast for sorted ones.
     """
+    whole = (0, len(layout.context))
+    if len(layout.blocks) == layout.block_size and rule.window is None:
+        return (_group(layout, rule, blocks=(0, 1), span=whole),)  # a draft: its cache ends at the anchor
     spans = context_spans(layout, rule)
     groups: list[Group] = []
     first = 0

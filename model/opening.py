@@ -5,12 +5,14 @@ trainer = open_trainer(presets.preset("tiny"), out=Path("run"))
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from parity.errors import ParityError
-from parity.model import chat, distributed
+from parity.model import chat, checkpoint, distributed, server
 from parity.model.config import Training
 from parity.model.data import Document, Rewrite, read_documents
 from parity.model.states import Parts, open_target
@@ -64,34 +66,102 @@ def _read(
 ) -> tuple[list[Document], list[Document]]:
     """Training and validation documents, written anew by the target where the run says so."""
     data, rewrite = training.run.data, None
+    if data.server and not data.regenerate:
+        do = "write regenerate: the most tokens of a turn, or take server out"
+        raise ParityError(f"run.data.server: {data.server}", "run.data.regenerate: 0", do)
     if data.regenerate:
-        rewrite = regeneration(training, parts, tokenizer, say)
         if data.cache is None and out is not None:
             data = data.model_copy(update={"cache": str(out / "cache")})
+        rewrite = regeneration(training, parts, tokenizer, say, Path(data.cache) if data.cache else None)
     documents = read_documents(data, tokenizer, rewrite=rewrite)
     if not data.validation_documents:
         return documents, []
     return documents, read_documents(data, tokenizer, split="held_out", rewrite=rewrite)
 
 
-def regeneration(
-    training: Training, parts: Parts, tokenizer: Any, say: Callable[[str], None] = lambda line: None
-) -> Rewrite:
-    """The target as the writer of the assistant's turns. Raises ParityError where it is not in this process."""
-    target, tokens = parts.target, training.run.data.regenerate
-    if target is None:
-        asked, do = f"run.data.regenerate: {tokens}", "write 0, or train on a model that transformers loads"
-        raise ParityError(asked, "no target in this process", do)
-    identity = [target.identity.config_sha256, target.identity.weights, target.dtype, tokens]
+Conversation = list[chat.Message]
 
-    def write(old: list[list[chat.Message]]) -> list[list[chat.Message]]:
-        return chat.regenerate(
-            target.model,
-            tokenizer,
-            old,
-            max_new_tokens=tokens,
-            batch=REGENERATED_TOGETHER,
-            progress=lambda done: say(f"the target wrote {done:,} of {len(old):,} conversations"),
+
+def regeneration(
+    training: Training,
+    parts: Parts,
+    tokenizer: Any,
+    say: Callable[[str], None] = lambda line: None,
+    cache: Path | None = None,
+) -> Rewrite:
+    """Who writes the assistant's turns: the target in this process, or a server that runs it.
+
+    cache: folder for what is written, so that an interrupted run goes on there. Raises ParityError where the target is
+    neither here nor at a server.
+    """
+    data, target = training.run.data, parts.target
+    most = data.regenerate
+    if data.server:
+        url, name, who = data.server, data.server_model or training.recipe.target.model, "the server"
+        key = _hash(["server", url, name, most])
+
+        def write(old: Sequence[Conversation]) -> list[Conversation]:
+            return server.regenerate(url, name, old, max_new_tokens=most)
+    elif target is not None:
+        here, who = target, "the target"
+        key = _hash([here.identity.config_sha256, here.identity.weights, here.dtype, most])
+
+        def write(old: Sequence[Conversation]) -> list[Conversation]:
+            together = REGENERATED_TOGETHER
+            return chat.regenerate(here.model, tokenizer, old, max_new_tokens=most, batch=together)
+    else:
+        asked, found = f"run.data.regenerate: {most}", "no target in this process"
+        do = "write 0, name a server, or train on a model that transformers loads"
+        raise ParityError(asked, found, do)
+    file = cache / f"turns-{key[:32]}.jsonl" if cache else None
+
+    def kept(old: list[Conversation]) -> list[Conversation]:
+        return _kept(
+            file, old, write, lambda done: say(f"{who} wrote {done:,} of {len(old):,} conversations")
         )
 
-    return Rewrite(key=hashlib.sha256(json.dumps(identity).encode()).hexdigest(), write=write)
+    return Rewrite(key=key, write=kept)
+
+
+def _hash(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, default=str).encode()).hexdigest()
+
+
+def _kept(
+    file: Path | None,
+    old: list[Conversation],
+    write: Callable[[Sequence[Conversation]], list[Conversation]],
+    progress: Callable[[int], None],
+) -> list[Conversation]:
+    """What `write` makes of all conversations; what is in the file is not written again.
+
+    A line of the file is [hash of the old conversation, the new one]; a last line that was cut off does not count.
+    """
+    known = _read_turns(file) if file and file.is_file() else {}
+    keys = [_hash(conversation) for conversation in old]
+    missing = [number for number, key in enumerate(keys) if key not in known]
+    for start in range(0, len(missing), REGENERATED_TOGETHER):
+        part = missing[start : start + REGENERATED_TOGETHER]
+        made = {keys[n]: new for n, new in zip(part, write([old[n] for n in part]), strict=True)}
+        known |= made
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as stream:
+                stream.writelines(json.dumps(line) + "\n" for line in made.items())
+                stream.flush()
+                os.fsync(stream.fileno())
+        progress(len(old) - len(missing) + start + len(part))
+    return [known[key] for key in keys]
+
+
+def _read_turns(file: Path) -> dict[str, Conversation]:
+    known = {}
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if not text.endswith("\n"):  # killed while writing: the next line must not continue this one
+        text = text[: text.rfind("\n") + 1]
+        checkpoint.write_text(file, text)
+    for line in text.splitlines():
+        with suppress(ValueError):
+            key, new = json.loads(line)
+            known[key] = new
+    return known

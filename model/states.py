@@ -69,6 +69,17 @@ class Parts:
     """The text model's configuration."""
     target: Target | None = None
     """The whole target where it is loaded."""
+    stand_in: "SyntheticTarget | None" = None
+    """The stand-in that these are the parts of."""
+
+    @property
+    def speaker(self) -> "Target | SyntheticTarget":
+        """What the draft-verify loop runs on. Raises ParityError where only parts are loaded."""
+        found = self.target if self.target is not None else self.stand_in
+        if found is None:
+            do = "train on a model that transformers loads"
+            raise ParityError("a target that writes text", "no target in this process", do)
+        return found
 
     @classmethod
     def of(cls, target: Target) -> "Parts":
@@ -267,6 +278,38 @@ class SyntheticTarget(nn.Module):
         normed: Tensor = self.norm(state)
         return taps | {"final.prenorm": state, "final.postnorm": normed}
 
+    @property
+    def ends(self) -> Any:
+        """Embedding and head, as the draft-verify loop takes them."""
+        from parity.model.decode import Ends
+
+        return Ends(embed=self.embed.detach(), head=self.head.detach())
+
+    def session(self, layers: Sequence[int], rollback: str = "restore") -> "SyntheticSession":
+        """A text to be written; `rollback` makes no difference without a cache."""
+        del rollback
+        return SyntheticSession(self, layers)
+
+
+class SyntheticSession:
+    """The stand-in in the draft-verify loop: without a cache, the whole text is computed at every `feed`."""
+
+    def __init__(self, target: SyntheticTarget, layers: Sequence[int]) -> None:
+        self.target, self.names = target, [f"layer.{layer}.out" for layer in layers]
+        self.tokens = torch.empty(0, dtype=torch.long, device=target.embed.device)
+        self.fed = 0
+
+    def feed(self, ids: Tensor, *, last_only: bool = False) -> tuple[Tensor, Tensor]:
+        """Logits [n, V] (of the last token alone where asked) and conditioning states [n, C * D] of ids [n]."""
+        self.tokens, self.fed = torch.cat((self.tokens, ids)), len(ids)
+        taps = {name: value[-len(ids) :] for name, value in self.target(self.tokens).items()}
+        normed = taps["final.postnorm"][-1:] if last_only else taps["final.postnorm"]
+        return normed @ self.target.head.T, torch.cat([taps[name] for name in self.names], dim=-1)
+
+    def keep(self, count: int) -> None:
+        """Keep the first `count` of the tokens fed last."""
+        self.tokens = self.tokens[: len(self.tokens) - self.fed + count]
+
 
 class SyntheticStates:
     """States of the synthetic target."""
@@ -301,14 +344,18 @@ def open_target(training: Training) -> tuple[Parts, StateSource, Any]:
     target = load(target_spec(recipe, run.device))
     parts = Parts.of(target)
     check_layers(recipe, parts.layers)
-    source: StateSource
-    if run.states.kind == "online":
+    source = _offline(training, parts)
+    if source is None:
         source = OnlineStates(recipe, target, backend, problems, keep_mib=run.states.keep_mib)
-    elif run.states.kind == "trace":
-        source = TraceStates(recipe, Trace.open(run.states.path or ""))
-    else:
-        source = SpeculatorsStates(recipe, Path(run.states.path or ""), parts)
     return parts, source, tokenizer_of(recipe)
+
+
+def _offline(training: Training, parts: Parts) -> StateSource | None:
+    """States from files, or None where the target is to compute them."""
+    recipe, states = training.recipe, training.run.states
+    if states.kind == "trace":
+        return TraceStates(recipe, Trace.open(states.path or ""))
+    return SpeculatorsStates(recipe, Path(states.path or ""), parts) if states.kind == "speculators" else None
 
 
 def target_spec(recipe: Recipe, device: str = "cpu") -> TargetSpec:
@@ -337,11 +384,12 @@ def tokenizer_of(recipe: Recipe) -> Any:
 
 
 def synthetic(training: Training) -> tuple[Parts, StateSource]:
-    """Parts and states of the stand-in `synthetic:unit`. Raises ParityError for another name or offline states."""
+    """Parts and states of the stand-in `synthetic:unit`. Raises ParityError for another name."""
     recipe, run = training.recipe, training.run
-    if recipe.target.model != "synthetic:unit" or run.states.kind != "online":
-        asked = f"recipe.target.model: {recipe.target.model} with run.states.kind: {run.states.kind}"
-        raise ParityError(asked, "the only one is synthetic:unit, online", "use that")
+    if recipe.target.model != "synthetic:unit":
+        raise ParityError(
+            f"recipe.target.model: {recipe.target.model}", "the only one is synthetic:unit", "use that"
+        )
     dtype = torch.float32 if recipe.target.dtype == "auto" else getattr(torch, recipe.target.dtype)
     target = SyntheticTarget(dtype).to(run.device)
     sizes = {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -349,8 +397,9 @@ def synthetic(training: Training) -> tuple[Parts, StateSource]:
     config.to_dict = lambda: {"rope_theta": 10_000.0}
     layers = SYNTHETIC["num_hidden_layers"]
     check_layers(recipe, layers)
-    parts = Parts(embed=target.embed, head=target.head, norm=target.norm, layers=layers, config=config)
-    return parts, SyntheticStates(recipe, target)
+    ends = {"embed": target.embed, "head": target.head, "norm": target.norm}
+    parts = Parts(**ends, layers=layers, config=config, stand_in=target)  # type: ignore[arg-type]
+    return parts, _offline(training, parts) or SyntheticStates(recipe, target)
 
 
 def store(

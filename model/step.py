@@ -55,8 +55,10 @@ class StepOutput:
 
     objective: Objective
     """Numerator (in the graph), denominator, terms, per-slot counts."""
+    batch: Batch
+    """The row that the step was given, or the same muted."""
     captured: Captured
-    """What the step was given."""
+    """Its states."""
     fc_input: Tensor
     """[S, C * D] what entered fc, noise included."""
     hidden: Tensor
@@ -120,6 +122,8 @@ class Wiring:
             raise ParityError(asked, found, "write query and isolated, or name the trainer with --adapter")
         self.recipe, self.run, self.parts, self.drafter = recipe, run, parts, drafter
         self.vocab = drafter.draft_vocab
+        self.keep_gradients = False
+        """Set for a step by who wants the gradient at fc's input afterwards, in `StepOutput.fc_input.grad`."""
         self.head = (parts.head if self.vocab is None else self.vocab.head_rows(parts.head)).detach()
         self.dtype = getattr(torch, run.precision.weights)
         self.loss_config = loss_config(recipe.loss)
@@ -143,6 +147,8 @@ class Wiring:
         seed = self.run.seed if seed is None else seed
         conditioning, teacher_state = self.split(captured)
         fc_input = self.noised(conditioning, batch, seed) if training else conditioning
+        if self.keep_gradients and training:
+            fc_input = fc_input.requires_grad_()
         anchors = self.anchors(batch, seed) if anchors is None else anchors
         if not len(
             anchors
@@ -150,11 +156,14 @@ class Wiring:
             batch, anchors = batch.muted(), anchors.new_zeros(1)
         blocks = self.blocks(batch, anchors)
         layout = training_layout(batch.position, batch.document, anchors, self.recipe.block.size)
-        hidden = self.draft(fc_input, self.embeddings(batch, anchors), layout)
+        # Labels first: their chunks of logits are let go of before the activations are there (a quarter of the peak
+        # at vocabulary 32,768, tests/bench/bench_drafter.py).
         teacher = self.teacher(teacher_state, blocks)
         labels = self.labels(blocks, teacher)
+        hidden = self.draft(fc_input, self.embeddings(batch, anchors), layout)
         return StepOutput(
             objective=self.objective(hidden, labels, blocks, teacher, samples=len(batch.sample_ids)),
+            batch=batch,
             captured=captured,
             fc_input=fc_input,
             hidden=hidden,

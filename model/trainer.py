@@ -282,7 +282,7 @@ class Trainer:
             self._log(record)
             show(record)
 
-        with stopping_gently(self._ask_to_stop):
+        with stopping_gently(self.ask_to_stop):
             while self.step_number < last:
                 self.stop_asked = self.ranks.any(self.stop_asked)
                 if self.stop_asked:
@@ -312,7 +312,8 @@ class Trainer:
             records=tuple(records),
         )
 
-    def _ask_to_stop(self) -> None:
+    def ask_to_stop(self) -> None:
+        """Save and end `run` after this step, as a signal does."""
         self.stop_asked = True
 
     def _log(self, record: Mapping[str, Any]) -> None:

@@ -19,10 +19,16 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run `__getat
     from parity.errors import ExitCode as ExitCode
     from parity.errors import NothingComparable as NothingComparable
     from parity.errors import ParityError as ParityError
+    from parity.evaluate import evaluate as evaluate
+    from parity.exchange import export as export
+    from parity.exchange import import_ as import_
+    from parity.gate import gate as gate
     from parity.reports.record import Finding as Finding
     from parity.reports.record import Report as Report
     from parity.runner import check as check
     from parity.trace import Trace as Trace
+    from parity.train import train as train
+    from parity.watch import watch as watch
 
 PUBLIC: dict[str, str] = {
     "ExitCode": "parity.errors:ExitCode",
@@ -34,6 +40,12 @@ PUBLIC: dict[str, str] = {
     "capture": "parity.capture:capture_to",
     "check": "parity.runner:check",
     "compare": "parity.compare:compare",
+    "evaluate": "parity.evaluate:evaluate",
+    "export": "parity.exchange:export",
+    "gate": "parity.gate:gate",
+    "import_": "parity.exchange:import_",
+    "train": "parity.train:train",
+    "watch": "parity.watch:watch",
 }
 """Public name -> module and attribute. A promise: tests/test_packaging.py looks every one up."""
 
@@ -47,6 +59,12 @@ __all__ = [
     "capture",
     "check",
     "compare",
+    "evaluate",
+    "export",
+    "gate",
+    "import_",
+    "train",
+    "watch",
 ]
 
 

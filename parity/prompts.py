@@ -6,13 +6,12 @@ SGLang and `transformers serve` offer, to go on, so that a trace covers what is 
 """
 
 import json
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from parity.errors import ParityError
+from parity.model.server import address, ask
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +115,7 @@ def complete(prompt: Prompt, url: str, model: str, max_tokens: int, timeout: flo
             "/v1/completions",
             prompt.text if prompt.text is not None else list(prompt.token_ids or ()),
         )
-    answer, notes = _ask(url.rstrip("/").removesuffix("/v1") + path, body, timeout)
+    answer, notes = ask(address(url, path), body, timeout)
     try:
         choice = answer["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
@@ -151,31 +150,3 @@ def complete(prompt: Prompt, url: str, model: str, max_tokens: int, timeout: flo
 def _last_user(prompt: Prompt) -> str:
     contents = [message.get("content") for message in prompt.messages or () if message.get("role") == "user"]
     return contents[-1] if contents and isinstance(contents[-1], str) else ""
-
-
-def _ask(url: str, body: dict[str, Any], timeout: float) -> tuple[dict[str, Any], list[str]]:
-    """POST; ask for token ids first (vLLM and SGLang know `return_token_ids`), and without where refused."""
-    refused: list[str] = []
-    for extra in ({"return_token_ids": True}, {}):
-        request = urllib.request.Request(
-            url, json.dumps(body | extra).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as response:
-                data = json.load(response)
-                return data, refused
-        except urllib.error.HTTPError as error:
-            detail = error.read().decode(errors="replace")[:200]
-            if extra and error.code in (400, 422):
-                refused = ["the server refused return_token_ids; its text is tokenised again"]
-                continue
-            raise ParityError(
-                f"a completion from {url}",
-                f"HTTP {error.code}: {detail}",
-                "check the model's name and the server's log",
-            ) from error
-        except (OSError, ValueError) as error:
-            raise ParityError(
-                f"a completion from {url}", f"no answer ({error})", "start the server, check address and port"
-            ) from error
-    raise AssertionError("the loop returns or raises")

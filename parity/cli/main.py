@@ -16,8 +16,13 @@ from parity.cli.capture import capture
 from parity.cli.check import check
 from parity.cli.compare import compare
 from parity.cli.env import env
+from parity.cli.eval import evaluate
+from parity.cli.export import export
+from parity.cli.gate import gate
+from parity.cli.import_ import import_
 from parity.cli.probes import probes
 from parity.cli.show import show
+from parity.cli.train import train
 from parity.errors import ExitCode, ParityError
 
 app = typer.Typer(
@@ -29,8 +34,13 @@ app = typer.Typer(
     epilog="Exit codes: 0 pass or warn; 1 a finding is fail or error; 2 wrong use or unreadable input; "
     "3 nothing comparable; 4 a fault of parity's own.",
 )
-for command in (check, capture, compare, show, env, probes):
+for command in (check, capture, compare, train):
     app.command()(command)
+app.command("eval")(evaluate)
+app.command("export")(export)
+app.command("import")(import_)
+for other in (gate, show, env, probes):
+    app.command()(other)
 
 
 INTERRUPTED = 130
@@ -63,9 +73,9 @@ def run(arguments: list[str]) -> int:
     """Run one command; the exit code is returned, never raised."""
     try:
         result: Any = app(args=arguments, prog_name="parity", standalone_mode=False)
-    except typer.Exit as stop:
-        if stop.exit_code == INTERRUPTED:
+        if result == INTERRUPTED:  # a command that was asked to stop, and did what it had to do first
             print(GO_ON, file=sys.stderr)
+    except typer.Exit as stop:
         return stop.exit_code
     except (typer.Abort, KeyboardInterrupt):
         print(GO_ON, file=sys.stderr)

@@ -1,15 +1,24 @@
 """`parity train`: trains a drafter by a training file; without one, the `tiny` preset on the embedded target."""
 
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from parity.model.config import Training
+    from rich.console import Console
+
     from parity.model.trainer import Trainer
+    from parity.watch_sinks import Panel
+
+INTERRUPTED = 130
+LINES = 20
+"""Lines that a piped run writes about its steps."""
 
 
 def train(
@@ -17,7 +26,7 @@ def train(
         Path | None, typer.Argument(help="Training file (YAML); without one, --preset is trained.")
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="Folder for checkpoints and the log; a run that is there is continued.")
+        Path, typer.Option(help="Folder for checkpoints and log; a run that is there is continued.")
     ] = Path("parity-train"),
     preset: Annotated[str, typer.Option(help="Preset to train where no file is given.")] = "tiny",
     steps: Annotated[
@@ -31,66 +40,37 @@ def train(
     ] = True,
     threads: Annotated[int, typer.Option(help="Threads of each process.", min=1)] = 1,
 ) -> None:
-    """Train a drafter: resumable at any moment, with every step in log.jsonl. Runs under torchrun too."""
-    training = read_training(recipe, preset, steps)
-    if not resume:
-        _refuse_old(out)
-
+    """Train a drafter. Stop it at any moment; the same command goes on. Runs under torchrun too."""
     import torch
+    from rich.console import Console
 
-    from parity.model import distributed
-    from parity.model.opening import open_trainer
+    from parity.cli.output import exit_code, print_report, save_report
+    from parity.train import train as run_train
+    from parity.watch_sinks import Panel
 
     torch.set_num_threads(threads)
-    try:
-        trainer = open_trainer(training, out=out, say=typer.echo)
-        first = trainer.ranks.first
-        if first:
-            typer.echo(begins(trainer, recipe, preset))
-        with progress(trainer) if first else _silence() as show:
-            outcome = trainer.run(stop_after=stop_after, show=show)
-        trainer.close()
-        distributed.leave(together=True)
-    finally:
-        distributed.leave()
-    if first:
-        typer.echo(f"step {outcome.step} of {trainer.total}; checkpoints in {out / 'checkpoints'}")
-    if outcome.interrupted:
-        if first:
-            typer.echo("interrupted and saved; run the same command again to go on")
-        raise typer.Exit(130)
-
-
-def read_training(recipe: Path | None, preset: str, steps: int | None) -> "Training":
-    """The training file, or the preset where there is none, with --steps put in."""
-    from parity.model.config import load
-    from parity.model.presets import preset as preset_of
-
-    training = preset_of(preset) if recipe is None else load(recipe)
-    if steps is not None:
-        training = training.changed({"run.schedule.steps": steps, "run.schedule.epochs": None})
-    return training
-
-
-def _refuse_old(out: Path) -> None:
-    from parity.errors import ParityError
-
-    if any((out / "checkpoints").glob("step-*")):
-        raise ParityError(
-            f"a new run in {out}", "checkpoints of another", "choose another --out, or --resume"
-        )
-
-
-def begins(trainer: "Trainer", recipe: Path | None, preset: str) -> str:
-    """One line that says what is about to be trained."""
-    source = str(recipe) if recipe else f"preset {preset}"
-    parameters = sum(p.numel() for p in trainer.parameters.values())
-    start = f", going on at step {trainer.step_number}" if trainer.step_number else ""
-    documents = f"{len(trainer.feed.documents):,} documents"
-    return (
-        f"training {source} (recipe {trainer.training.recipe.hash}): {parameters:,} parameters,"
-        f" {trainer.total:,} steps, {documents}{start}"
+    console = Console(stderr=True)
+    panel = Panel(console, alone=False)
+    trained = run_train(
+        recipe,
+        out=out,
+        preset=preset,
+        steps=steps,
+        stop_after=stop_after,
+        resume=resume,
+        say=lambda line: typer.echo(line, err=True),
+        watch=partial(progress, console=console, panel=panel),
+        sinks=(panel,),
+        command=shlex.join(["parity", *sys.argv[1:]]),
     )
+    if trained.first:
+        save_report(trained.report, out)
+        print_report(trained.report)
+        typer.echo(f"\ncheckpoint: {trained.checkpoint}")
+        if trained.best and trained.best != trained.checkpoint:
+            typer.echo(f"lowest validation loss: {trained.best}")
+        typer.echo(f"report: {out / 'report.html'}")
+    raise typer.Exit(INTERRUPTED if trained.interrupted else int(exit_code(trained.report)))
 
 
 def words(record: Mapping[str, Any]) -> str:
@@ -105,34 +85,31 @@ Show = Callable[[Mapping[str, Any]], None]
 
 
 @contextmanager
-def _silence() -> Iterator[Show]:
-    yield lambda record: None
-
-
-@contextmanager
-def progress(trainer: "Trainer") -> Iterator[Show]:
-    """A bar with the time left on a terminal; every twentieth step as a line where output is piped."""
-    import sys
-
+def progress(trainer: "Trainer", console: "Console", panel: "Panel") -> Iterator[Show]:
+    """On standard error: a bar with the time left and the last step report on a terminal, some lines where it is
+    piped."""
     total = trainer.total
-    if not sys.stdout.isatty():
+    if not console.is_terminal:
 
         def line(record: Mapping[str, Any]) -> None:
-            if record["event"] != "step" or record["step"] % max(1, total // 20) == 0:
-                print(f"step {record['step']}/{total} {words(record)}", flush=True)
+            if record["event"] != "step" or record["step"] % max(1, total // LINES) == 0:
+                typer.echo(f"step {record['step']}/{total} {words(record)}", err=True)
 
         yield line
         return
+    from rich.console import Group
+    from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as bar:
+    bar = Progress(*columns, console=console)
+    with Live(Group(bar, panel), console=console):
         job = bar.add_task("training", total=total, completed=trainer.step_number)
 
         def show(record: Mapping[str, Any]) -> None:
             if record["event"] == "step":
                 bar.update(job, completed=record["step"], description=words(record))
             else:
-                bar.console.print(f"step {record['step']}: {words(record)}")
+                console.print(f"step {record['step']}: {words(record)}", highlight=False)
 
         yield show

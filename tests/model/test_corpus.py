@@ -160,3 +160,43 @@ def test_more_tasks_than_a_small_kind_has_questions() -> None:
     tasks = corpus.held_out_tasks(420, one_right_answer=False)
     assert len({task.question for task in tasks}) == 420
     assert sum(task.kind == "split" for task in tasks) < 420 // len(corpus.KINDS)
+
+
+def test_openings_are_a_fair_sample_of_held_out_conversations() -> None:
+    made = corpus.openings(600)
+    assert made[:5] == corpus.openings(5) != corpus.openings(5, seed=1)
+    assert all(each.messages[-1]["role"] == "user" for each in made)
+    asked = [m["content"] for each in made for m in each.messages if m["role"] == "user"]
+    assert {corpus.split_of(question) for question in asked} == {"held_out"}
+    assert len({str(each.messages) for each in made}) > 590, "different conversations"
+    share = sum(each.thinking for each in made) / len(made)
+    assert abs(share - corpus.THINKING_SHARE) < 0.05
+    share = sum(each.messages[0]["role"] == "system" for each in made) / len(made)
+    assert abs(share - corpus.SYSTEM_SHARE) < 0.05
+
+
+def kind_of(question: str) -> str:
+    """The kind of a question, by its words alone."""
+    words = question.split(" ")
+    if ": get " in question:
+        return "lookup"
+    if words[0] == "from":
+        return "step"
+    if words[-2] == "from":
+        return "chain"
+    return words[1] if words[1] in ("walk", "song") else words[0]
+
+
+def test_openings_ask_what_conversations_ask() -> None:
+    """Kinds and turns in the shares that whole conversations have, counted over other conversations."""
+    last = [each.messages[-1]["content"] for each in corpus.openings(1500)]
+    whole = [corpus.conversation(seed, "held_out") for seed in range(800)]
+    every = [[m["content"] for m in chat if m["role"] == "user"] for chat in whole]
+    # A conversation counts once whatever its length, as in `openings`, so each of its turns weighs less.
+    for kind in corpus.KINDS:
+        wanted = sum(sum(kind_of(q) == kind for q in turns) / len(turns) for turns in every) / len(every)
+        found = sum(kind_of(question) == kind for question in last) / len(last)
+        assert abs(found - wanted) < 0.035, (kind, found, wanted)
+    wanted = sum(1 / len(turns) for turns in every) / len(every)
+    first = [each for each in corpus.openings(1500) if sum(m["role"] == "user" for m in each.messages) == 1]
+    assert abs(len(first) / 1500 - wanted) < 0.04

@@ -2,12 +2,19 @@
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
-from parity.model.decode import DecodeConfig, decode, greedy, offline_tau, tau
+from parity.model import corpus
+from parity.model.decode import DecodeConfig, Ends, decode, greedy, offline_tau, tau
+from parity.model.drafter import Drafter
+from parity.model.export import Wiring, save_zlab
+from parity.model.target import TargetSpec, load
+from parity.model.tiny import embedded, tokenizer
 
 if TYPE_CHECKING:
     from tests.peers.conftest import Bench
@@ -60,3 +67,32 @@ def test_a_stop_token_inside_a_block(
     )
     assert theirs.output_ids[0].tolist() == [*result.prompt, *result.tokens]
     assert tuple(theirs.acceptance_lengths) == result.accepted and result.tokens[-1] == stop
+
+
+def test_on_the_embedded_dense_target(
+    bench: "Bench", fit: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty held-out questions of the corpus, which the target answers; texts end with its end-of-turn token."""
+    target = load(TargetSpec(model=str(embedded("dense")), dtype="float32"))
+    ends, speaks = Ends.of(target), cast(Any, tokenizer())
+    stop: tuple[Any, ...] = (speaks.eos_token_id,)
+    config = DecodeConfig(layers=(0, 2, 4), max_new_tokens=32, stop_ids=stop)
+    chats = [corpus.conversation(seed, "held_out", 96)[:1] for seed in range(20)]
+    options: dict[str, Any] = {"add_generation_prompt": True, "enable_thinking": False, "return_dict": True}
+    prompts: list[Any] = [speaks.apply_chat_template(chat, **options)["input_ids"] for chat in chats]
+    records = [greedy(target, prompt, config) for prompt in prompts]
+    sizes = bench.drafter(("full_attention", "full_attention")).config
+    drafter = Drafter(replace(sizes, hidden_size=ends.embed.shape[1]))
+    fit(drafter, ends, [each for each in records if len(each.tokens) > each.prompt + 2], 300)
+    folder = save_zlab(tmp_path / "zlab", drafter, Wiring.of(target, config.layers))
+    package: Any = bench.bring("dflash.model")
+    monkeypatch.setattr(package, "_cuda_time", time.perf_counter)
+    model = package.DFlashDraftModel.from_pretrained(folder).eval()
+    ours = decode(target, drafter, prompts, config)
+    for prompt, result in zip(prompts, ours, strict=True):
+        theirs = package.dflash_generate(
+            model, target.model, torch.tensor([prompt]), 32, stop_token_ids=list(stop), return_stats=True
+        )
+        assert theirs.output_ids[0].tolist() == [*result.prompt, *result.tokens]
+        assert tuple(theirs.acceptance_lengths) == result.accepted
+    assert {1, 2} <= {length for result in ours for length in result.accepted} and 1.2 < tau(ours) < 3.9
