@@ -221,6 +221,8 @@ FLAGS = {
         "--threads",
     },
     "check": {
+        "--adapter",
+        "--only",
         "--model",
         "--prompts",
         "--backend",
@@ -250,7 +252,7 @@ FLAGS = {
     "show": {"--as", "--parquet"},
     "gate": {"--policy", "--baseline", "--junit", "--summary", "--annotations"},
     "env": {"--diff", "--as"},
-    "probes": set(),
+    "probes": {"--matrix"},
 }
 
 
