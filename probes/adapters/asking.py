@@ -14,7 +14,7 @@ Shapes as in `parity.probes.adapters.base`.
 import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -232,6 +232,16 @@ class Subject:
         return states
 
     @cached_property
+    def captured(self) -> Tensor:
+        """The shared row as the trainer's own capture delivers it, [S, N, D]. Raises Missing."""
+        return self.capture(self.batch)
+
+    @cached_property
+    def referenced(self) -> Reference:
+        """The target's own states and logits of the shared row. Raises Missing."""
+        return self.reference(self.batch)
+
+    @cached_property
     def parameters(self) -> Mapping[str, Tensor]:
         """Every parameter by name. Raises Broken for what is no tensor, or none at all."""
         with self.unmoved("parameters"):
@@ -307,7 +317,7 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
 def _same(a: Any, b: Any) -> bool:
     """Bit for bit, through mappings and sequences."""
     if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b).to(a.device))
     if isinstance(a, np.ndarray):
         return np.array_equal(a, b)
     if isinstance(a, Mapping):
@@ -319,36 +329,76 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def _own(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, the tensor itself where it is whole."""
+    part: Any = getattr(tensor.detach(), "to_local", None)
+    own: Tensor = tensor.detach() if part is None else part()
+    return own
+
+
 def _bits(tensor: Tensor) -> Tensor:
     """As bytes, so that nan equals itself."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
+    own = _own(tensor)
+    return own.contiguous().view(-1).view(torch.uint8) if own.numel() else own
+
+
+def _mapped(value: Any, make: Callable[[Tensor], Any]) -> Any:
+    """Mappings and sequences with `make` of every tensor in its place."""
+    if isinstance(value, Tensor):
+        return make(value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(each, make) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(each, make) for each in value)
+    return value
 
 
 def _cloned(value: Any) -> Any:
-    """A copy that shares no memory, through mappings and sequences."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _cloned(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_cloned(each) for each in value)
-    return value
+    """A copy that shares no memory, in the host's, through mappings and sequences."""
+    return _mapped(value, lambda tensor: _own(tensor).to("cpu", copy=True))
+
+
+def _digested(value: Any) -> Any:
+    """A sum of every tensor's bits in its place: what was changed is seen, and nothing is kept."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+    def digest(tensor: Tensor) -> int:
+        whole = _own(tensor).contiguous().view(-1)
+        return int(whole.view(kinds.get(whole.element_size(), torch.int8)).sum(dtype=torch.int64))
+
+    return _mapped(value, digest)
+
+
+def _written(live: Any, kept: Any) -> bool:
+    """Copy kept tensors into the live ones, in place; False where the two are not built alike."""
+    if isinstance(live, Tensor) and isinstance(kept, Tensor):
+        own = _own(live)
+        return own.shape == kept.shape and own.copy_(kept) is own
+    if isinstance(live, Mapping) and isinstance(kept, Mapping):
+        return live.keys() == kept.keys() and all([_written(live[key], kept[key]) for key in live])
+    if isinstance(live, list | tuple) and isinstance(kept, list | tuple):
+        return len(live) == len(kept) and all([_written(a, b) for a, b in zip(live, kept, strict=True)])
+    return bool(live == kept)
 
 
 class Snapshot:
     """What a probe must leave as it found it: parameters, `.grad`, optimizer, hooks, random state."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject, *, copies: bool = True) -> None:
+        """copies: in the host's memory, to put back from; without them what was changed is only told."""
+        self.copies = copies
+        keep = _cloned if copies else _digested
+        self._now: Callable[[Any], Any] = (lambda value: value) if copies else _digested
         self.parameters = dict(subject.parameters)
-        self.values = {name: tensor.detach().clone() for name, tensor in self.parameters.items()}
+        self.values = {name: keep(tensor) for name, tensor in self.parameters.items()}
         self.flags = {name: tensor.requires_grad for name, tensor in self.parameters.items()}
-        self.grads = {name: (tensor.grad, _cloned(tensor.grad)) for name, tensor in self.parameters.items()}
+        self.grads = {name: (tensor.grad, keep(tensor.grad)) for name, tensor in self.parameters.items()}
         self.hooks = {name: _hooks(tensor) for name, tensor in self.parameters.items()}
         self.random = _random_state()
         try:
             with subject.unmoved("optimizer"):
                 self.optimizer: torch.optim.Optimizer | None = subject.adapter.optimizer()
-                self.state = _cloned(self.optimizer.state_dict())
+                self.state = keep(self.optimizer.state_dict())
         except Missing:
             self.optimizer = None
 
@@ -356,16 +406,16 @@ class Snapshot:
         """What is no longer bit for bit as it was."""
         told = []
         for name, tensor in self.parameters.items():
-            if not _same(self.values[name], tensor.detach()):
+            if not _same(self.values[name], self._now(tensor)):
                 told.append(f"parameter {name}")
             if tensor.requires_grad != self.flags[name]:
                 told.append(f"requires_grad of {name}")
             held, value = self.grads[name]
-            if tensor.grad is not held or not _same(value, tensor.grad):
+            if tensor.grad is not held or not _same(value, self._now(tensor.grad)):
                 told.append(f"grad of {name}")
             if _hooks(tensor) != self.hooks[name]:
                 told.append(f"hooks of {name}")
-        if self.optimizer is not None and not _same(self.state, self.optimizer.state_dict()):
+        if self.optimizer is not None and not _same(self.state, self._now(self.optimizer.state_dict())):
             told.append("optimizer")
         told += [
             f"random state of {name}"
@@ -376,16 +426,17 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back, in place."""
+        """Put everything back, in place, of which there are copies."""
+        assert self.copies
         for name, tensor in self.parameters.items():
             tensor.requires_grad_(self.flags[name])
-            if not _same(self.values[name], tensor.detach()):
-                tensor.copy_(self.values[name])
+            if not _same(self.values[name], tensor):
+                _own(tensor).copy_(self.values[name])
             held, value = self.grads[name]
             if held is not None:
-                held.copy_(value)
+                _own(held).copy_(value)
             tensor.grad = held
-        if self.optimizer is not None:
+        if self.optimizer is not None and not _written(self.optimizer.state_dict(), self.state):
             self.optimizer.load_state_dict(self.state)
         _set_random_state(self.random)
 
@@ -399,22 +450,45 @@ def _hooks(tensor: Tensor) -> tuple[int, ...]:
 
 
 def ask(
-    subject: Subject, only: Sequence[str] | None = None, say: Callable[[str], None] = lambda name: None
+    subject: Subject,
+    only: Sequence[str] | None = None,
+    say: Callable[[str], None] = lambda name: None,
+    *,
+    copies: bool = True,
 ) -> list[tuple[str, Answer]]:
-    """Every wiring probe's answer by its name, or those named in `only`. `say` hears which one is asked."""
+    """Every wiring probe's answer by its name, or those named in `only`. `say` hears which one is asked.
+
+    copies: of the trainer's state are kept while a probe asks, so that what it changes is put back at once. Without
+    them one look after the last probe tells what was changed, as an answer `untouched`; it stays changed.
+    """
     answers = []
+    whole: Snapshot | None = None
+    with suppress(Broken):  # then the probes say so
+        whole = None if copies else Snapshot(subject, copies=False)
     for entry in TABLE:
         if entry.asks == "trainer" and (only is None or entry.name in only):
             say(entry.name)
-            answers.append((entry.name, _answer(entry, subject)))
+            answers.append((entry.name, _answer(entry, subject, copies)))
+    changed = whole.changed() if whole else []
+    if changed:
+        answers.append(("untouched", _touched("asking.untouched", changed, "not put back: no copy was kept")))
     return answers
 
 
-def _answer(entry: Entry, subject: Subject) -> Answer:
+def _touched(name: str, changed: Sequence[str], then: str) -> Answer:
+    return one(
+        name,
+        "error",
+        f"asking changed {', '.join(changed[:4])}{' and more' if len(changed) > 4 else ''}; {then}",
+        next_step="let the adapter's methods leave the trainer as they found it",
+    )
+
+
+def _answer(entry: Entry, subject: Subject, copies: bool) -> Answer:
     """One probe's answer; what was wrong with the adapter, or with the probe, is a finding."""
     snapshot: Snapshot | None = None
     try:
-        snapshot = Snapshot(subject)
+        snapshot = Snapshot(subject) if copies else None
         made: Answer = entry.load().run(subject)
     except Missing as missing:
         part = str(missing.args[0]) if missing.args else "a part"
@@ -444,12 +518,7 @@ def _answer(entry: Entry, subject: Subject) -> Answer:
     changed = snapshot.changed() if snapshot else []
     if snapshot and changed:
         snapshot.restore()
-        moved = one(
-            f"{entry.name}.untouched",
-            "error",
-            f"asking changed {', '.join(changed[:4])}{' and more' if len(changed) > 4 else ''}; put back",
-            next_step="let the adapter's methods leave the trainer as they found it",
-        )
+        moved = _touched(f"{entry.name}.untouched", changed, "put back")
         made = replace(made, findings=(*made.findings, *moved.findings))
     return made
 

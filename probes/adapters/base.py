@@ -156,10 +156,11 @@ class Adapter:
         """One whole optimizer step on this row, as training does it. The probe puts everything back."""
         raise Missing("update")
 
-    def run(self, folder: Path, until: int) -> Sequence[float]:
+    def run(self, folder: Path, until: int) -> Sequence[float | Mapping[str, Any]]:
         """Train a short run of its own in `folder`, from where the folder's checkpoint is (else from the start),
-        up to step `until`, and save. Returns the losses of the steps made now. This adapter's own drafter is not
-        touched."""
+        up to step `until`, and save. Returns the steps made now, each its loss, or a record with `loss` and what else
+        the trainer logs (`lr`, `tokens`, `blocks`, `gradient_norm`, ...), by which a difference is named. This
+        adapter's own drafter is not touched."""
         raise Missing("run")
 
     def export(self, folder: Path) -> str:
@@ -171,5 +172,6 @@ class Adapter:
         raise Missing("tokenize")
 
     def request(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
-        """Token ids that the server forms for these messages, up to where the assistant begins to write."""
+        """Token ids that the server forms for these messages, up to where the assistant begins to write, as for a
+        client that does not say whether to think. One that can say so takes `thinking: bool | None = None` too."""
         raise Missing("request")

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from parity.model import chat
 from parity.model.config import Training
-from parity.model.data import Batch, Document
-from parity.model.decode import DecodeConfig, Ends, Proposer, generate, greedy
+from parity.model.data import Batch, Document, read_documents
+from parity.model.decode import DecodeConfig, Ends, Proposer, _ends, generate, greedy
 from parity.model.export import save_speculators, save_zlab
 from parity.model.export_layouts import Wiring as Layers
 from parity.model.loss import Teacher
-from parity.model.opening import open_trainer
 from parity.model.states import Captured, open_target
 from parity.model.step import StepOutput, drafter_config
 from parity.model.trainer import Trainer
@@ -51,6 +50,7 @@ class Builtin(Adapter):
     def __init__(self, trainer: Trainer, tokenizer: Any = None) -> None:
         super().__init__(trainer.training.recipe)
         self.trainer, self.tokenizer = trainer, tokenizer
+        self.served = tokenizer  # what a server of the target has; a run's data could be made with another
         self.slices = tuple(getattr(trainer.source, "taps", ()))
         self.vocabulary, self.width = trainer.parts.embed.shape
         self.dtype = trainer.parts.embed.dtype
@@ -119,7 +119,8 @@ class Builtin(Adapter):
             source=self.trainer.source,
             tokenizer=self.tokenizer,
         )
-        return side.reference(batch)
+        ends = _ends(self.trainer.parts.speaker)  # the target's, not those that the step was given
+        return replace(side.reference(batch), embed=ends.embed, head=ends.head)
 
     @torch.no_grad()
     def draft(self, batch: Batch, states: Tensor, anchor: int) -> Tensor:
@@ -162,17 +163,23 @@ class Builtin(Adapter):
         self.trainer._divide_and_clip(float(made.denominator))
         self.trainer.optimizer.step()
 
-    def run(self, folder: Path, until: int) -> Sequence[float]:
-        """The trainer's own loop, with its checkpoints, on a few short documents."""
-        training = self.trainer.training.changed(SHORT_RUN)
+    def run(self, folder: Path, until: int) -> Sequence[float | Mapping[str, Any]]:
+        """The trainer's own loop, with its checkpoints, on a few short documents and this target."""
+        training = self.trainer.training
+        if training.run.states.kind != "online":
+            raise Missing("run (the states are offline, and hold the data's tokens only)")
+        training = training.changed(SHORT_RUN)
         if training.recipe.attention.window is not None:
             window = min(training.recipe.attention.window, 128)
             training = training.changed({"recipe.attention.window": window})
-        trainer = open_trainer(training, out=folder)
+        documents = read_documents(training.run.data, self.tokenizer)
+        kind = type(self.trainer)
+        trainer = kind(training, self.trainer.parts, self.trainer.source, documents, out=folder)
         try:
-            return trainer.run(stop_after=until).losses
+            records = trainer.run(stop_after=until).records
         finally:
             trainer.close()
+        return [record for record in records if record["event"] == "step"]
 
     def export(self, folder: Path) -> str:
         """z-lab's layout, or speculators' where the draft vocabulary is reduced."""
@@ -200,12 +207,13 @@ class Builtin(Adapter):
             self.tokenizer, [dict(m) for m in messages], self.trainer.training.run.data.thinking
         )
 
-    def request(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
-        """The target's chat template, as a server applies it."""
-        if self.tokenizer is None:
+    def request(self, messages: Sequence[Mapping[str, str]], thinking: bool | None = None) -> Sequence[int]:
+        """The target's chat template, as a server applies it; thinking None: as the template has it."""
+        if self.served is None:
             raise Missing("request (no tokenizer)")
-        made = self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=True
+        options = {} if thinking is None else {"enable_thinking": thinking}
+        made = self.served.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=True, **options
         )
         return list(made["input_ids"])
 

@@ -12,28 +12,22 @@ Shapes as in `parity.probes.adapters.at_head`; S tokens of a row.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from parity.model.data import Batch
 from parity.probes.adapters.asking import Broken, Subject, Text
-from parity.probes.adapters.at_head import Norm, TeacherSlice, draft_ids, teacher_slice
+from parity.probes.adapters.at_head import TeacherSlice, draft_ids, teacher_slice
 from parity.probes.adapters.base import Shown
+from parity.probes.adapters.flat_teacher import Space, pointing
 
-TOP = 0.35
-"""Probability that the teacher gives to its argmax, where the slice's scale is free to choose."""
-TOP_RANGE = (0.15, 0.5)
-"""What is taken where the final norm fixes the scale."""
 SLOTS = 96
 """Slots asked for at most: a term is a product of [slots, V] and [V, D]."""
+LARGE = 2**23
+"""V * D from which on half as many are asked for."""
 ANCHORS = 12
-TRIED = 256
-"""Tokens tried for labels that the draft does not give."""
-STEPS = 24
-"""Directions tried between a random one and the wanted token's row."""
-LEAD = 0.25
-"""By which share of the largest logit the wanted one has to lead, so that no rounding in bf16 makes another the argmax."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,8 +74,8 @@ def row_of(subject: Subject) -> Batch:
     return subject.row(texts, padding=3)
 
 
-def anchors_of(subject: Subject, batch: Batch, slots: int = SLOTS) -> Tensor:
-    """[A] anchors whose blocks do not meet, then each document's last possible one, taken from all documents in turn."""
+def anchors_of(subject: Subject, batch: Batch) -> Tensor:
+    """[A] anchors whose blocks do not meet, and each document's last possible one, from all documents in turn."""
     size, possible = subject.block, subject.candidates(batch)
     queues: list[list[int]] = []
     for number in range(int(batch.document.max()) + 1):
@@ -93,6 +87,7 @@ def anchors_of(subject: Subject, batch: Batch, slots: int = SLOTS) -> Tensor:
         if own and own[-1] not in apart:
             apart.insert(min(2, len(apart)), own[-1])
         queues.append(apart)
+    slots = SLOTS if subject.adapter.vocabulary * subject.adapter.width <= LARGE else SLOTS // 2
     count = max(3, min(ANCHORS, slots // max(1, size - 1)))
     chosen: list[int] = []
     while len(chosen) < count and any(queues):
@@ -117,10 +112,11 @@ def craft(subject: Subject, *, batch: Batch | None = None, right: bool = True, a
     ids = draft_ids(subject, shown, batch)
     head = shown.head.detach().cpu()
     slots = _slots(batch, anchors, subject.block)
-    wanted, hidden = _wanted(batch, slots, shown, right, ids)
+    wanted, hidden = _wanted(batch, slots, shown, right, ids, _space(subject, head).ids)
     if where is not None:
         before = torch.tensor([index - 1 for _, _, index in slots])
-        made = pointing(wanted, hidden, head, where.scale(states))
+        strict = shown.head.dtype.itemsize == 2
+        made = pointing(wanted, hidden, _space(subject, head), where.scale(states), strict)
         states = states.clone()
         states[before, where.number] = made.to(states)
         wanted, share = where.logits(states[before], head).argmax(-1), agree
@@ -131,6 +127,46 @@ def craft(subject: Subject, *, batch: Batch | None = None, right: bool = True, a
     return Crafted(
         batch=batch, states=states, anchors=anchors, slice=where, why_not=why_not, ids=ids, head=head
     )
+
+
+def telling(subject: Subject) -> Crafted:
+    """The shared row with anchors where labels could go wrong, and a teacher whose argmax is another token after every
+    token, none of them the data's as far as the vocabulary goes."""
+    batch = subject.batch
+    anchors, states = _telling_anchors(subject, batch), subject.states(batch)
+    with torch.no_grad():
+        shown = subject.step(batch, states, anchors=anchors)
+    where, why_not = teacher_slice(subject, batch)
+    head = shown.head.detach().cpu()
+    if where is not None:
+        space, strict = _space(subject, head), head.dtype.itemsize == 2
+        wanted = space.ids[torch.arange(len(batch.tokens)) % len(space.ids)]
+        states = states.clone()
+        made = pointing(wanted, space.rows[wanted], space, where.scale(states), strict)
+        states[:, where.number] = made.to(states)
+    ids = draft_ids(subject, shown, batch)
+    return Crafted(
+        batch=batch, states=states, anchors=anchors, slice=where, why_not=why_not, ids=ids, head=head
+    )
+
+
+def _telling_anchors(subject: Subject, batch: Batch) -> Tensor:
+    """Each document's first and last possible anchor, those whose block goes over a hole, and some between."""
+    size, possible = subject.block, subject.candidates(batch)
+    chosen: set[int] = set()
+    for number in range(int(batch.document.max()) + 1):
+        own = (possible & (batch.document == number)).nonzero().squeeze(-1).tolist()
+        if not own:
+            continue
+        holes = (
+            (batch.document == number) & ~batch.loss_mask & (torch.arange(len(possible)) > own[0])
+        ).nonzero()
+        chosen |= {own[0], own[-1], own[len(own) // 2]}
+        for hole in holes.squeeze(-1).tolist():
+            chosen |= set([at for at in own if hole - size < at < hole][-2:-1] or own[-1:])
+    if not chosen:
+        raise Broken("draw", "an anchor in a row with supervised tokens", "none")
+    return torch.tensor(sorted(chosen))
 
 
 def _slots(batch: Batch, anchors: Tensor, size: int) -> list[tuple[int, int, int]]:
@@ -146,7 +182,12 @@ def _slots(batch: Batch, anchors: Tensor, size: int) -> list[tuple[int, int, int
 
 
 def _wanted(
-    batch: Batch, slots: Sequence[tuple[int, int, int]], shown: Shown, right: bool, ids: Tensor | None
+    batch: Batch,
+    slots: Sequence[tuple[int, int, int]],
+    shown: Shown,
+    right: bool,
+    ids: Tensor | None,
+    free: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """[m] the draft id that each slot's label is to be: the draft's own argmax in a run of slots, else another. And
     [m, D] the draft's hidden states there."""
@@ -157,7 +198,6 @@ def _wanted(
     best = (hidden.to(head) @ head.T).argmax(-1)
     run = torch.tensor([[0, size - 1, 1, size // 2, 2, size][block % 6] for block in blocks.tolist()])
     hit = (places <= run) | ((places > run + 1) & ((places + blocks) % 3 == 0))
-    free = reachable(head)
     place = torch.arange(len(slots))
     other = free[place % len(free)]
     own = torch.full((len(slots),), -1) if ids is None else ids[batch.tokens[indices]]
@@ -167,14 +207,14 @@ def _wanted(
     return torch.where(hit & right, best, other), hidden.double()
 
 
-def reachable(head: Tensor) -> Tensor:
-    """Draft ids, in a random order, that are the argmax of a state along their own row: some tokens of a trained head
-    never are."""
-    order = torch.randperm(len(head), generator=torch.Generator().manual_seed(5))[:TRIED]
-    rows = head.double()
-    aim = rows[order] - rows.mean(0)
-    leads = (aim @ rows.T).argmax(-1) == order
-    return order[leads] if leads.any() else order
+_SPACES: WeakKeyDictionary[Subject, Space] = WeakKeyDictionary()
+"""A head of 32,768 rows takes a second to look through."""
+
+
+def _space(subject: Subject, head: Tensor) -> Space:
+    if subject not in _SPACES:
+        _SPACES[subject] = Space.of(head)
+    return _SPACES[subject]
 
 
 def _tokens(
@@ -197,61 +237,3 @@ def _tokens(
         if chosen and index not in taken and batch.document[index] >= 0:
             tokens[index] = back[wanted[number]]
     return tokens
-
-
-def pointing(wanted: Tensor, hidden: Tensor, head: Tensor, scale: Tensor | None) -> Tensor:
-    """[m, D] states that the head (after the norm, where `scale` [D] is given) turns into a flat distribution with
-    its argmax at `wanted` [m]: a random direction with the least share of the token's own row, or of the draft's hidden
-    state, that leads clearly enough."""
-    rows = head.double()
-    aim = rows[wanted] - rows.mean(0)
-    leads = (aim @ rows.T).argmax(-1) == wanted
-    aim = torch.where(leads[:, None], aim, hidden)
-    aim = aim / aim.norm(dim=-1, keepdim=True).clamp(min=1e-30)
-    noise = torch.randn(aim.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    noise = noise / noise.norm(dim=-1, keepdim=True)
-    towards, away = aim @ rows.T, noise @ rows.T
-    mixed, done = aim.clone(), torch.zeros(len(wanted), dtype=torch.bool)
-    for step in range(1, STEPS + 1):
-        angle = torch.tensor(torch.pi / 2 * step / STEPS)
-        logits = angle.sin() * towards + angle.cos() * away
-        direction = angle.sin() * aim + angle.cos() * noise
-        if scale is None:
-            enough = _lead(logits, wanted) > LEAD * logits.abs().amax(-1)
-        else:
-            logits = logits * _through(direction, scale)
-            enough = (_lead(logits, wanted) > 1) & (_top(logits, wanted) > TOP_RANGE[0])
-        mixed[enough & ~done] = direction[enough & ~done]
-        done |= enough
-        if done.all():
-            break
-    if scale is None:
-        return mixed * _size(mixed @ rows.T, wanted)
-    return mixed / scale.where(scale.abs() > 1e-6, torch.ones_like(scale))
-
-
-def _lead(logits: Tensor, wanted: Tensor) -> Tensor:
-    """[m] by how much the wanted logit is above the largest other."""
-    own = logits.gather(1, wanted[:, None])
-    return (own - logits.scatter(1, wanted[:, None], float("-inf")).amax(-1, keepdim=True)).squeeze(1)
-
-
-def _through(direction: Tensor, scale: Tensor) -> Tensor:
-    """[m, 1] how long the norm makes a state of this direction: it divides by the root mean square before `scale`."""
-    before = direction / scale.where(scale.abs() > 1e-6, torch.ones_like(scale))
-    return 1 / before.square().mean(-1, keepdim=True).sqrt()
-
-
-def _top(logits: Tensor, wanted: Tensor) -> Tensor:
-    """[m] probability of the wanted token."""
-    return logits.softmax(-1).gather(1, wanted[:, None]).squeeze(1)
-
-
-def _size(logits: Tensor, wanted: Tensor) -> Tensor:
-    """[m, 1] the length at which the wanted token's probability is `TOP`, by bisection of its logarithm."""
-    low, high = logits.new_full((len(logits), 1), 1e-3), logits.new_full((len(logits), 1), 1e3)
-    for _ in range(16):
-        middle = (low * high).sqrt()
-        less = _top(logits * middle, wanted)[:, None] < TOP
-        low, high = torch.where(less, middle, low), torch.where(less, high, middle)
-    return low

@@ -10,19 +10,29 @@ Shapes: n slots, J terms, D width.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import nnls
+from scipy.optimize import least_squares, nnls
 from torch import Tensor
 
 Array = NDArray[np.float64]
 
 ROUNDS = 60
 """Of alternating between weights and shares; from the start below one or two are enough where a mixture fits."""
+ROUGH = 1e-5
+"""Limits above this are those of bfloat16."""
+SURE = 5.0
+"""Standard errors from which on a term is there, under such a limit. The errors are counted for as many independent
+values a slot as there are terms, not D: rounding errors are not independent."""
+LOWER = 0.85
+"""Ratio by which one more term has to lower the residual: the gradient of a term can be so small that five standard
+errors of its share are less than the rounding errors of another one's."""
+ALIKE = 1.05
+"""Ratio of residuals up to which two mixtures fit alike."""
 COLLINEAR = 1e-4
 """Sine of the angle, over all slots, under which two terms cannot be told apart."""
 
@@ -40,8 +50,9 @@ class Fit:
     residual: float
     """Relative: root of the summed squares of what is left over, of the gradients'."""
     limit: float
-    alike: tuple[str, ...] = ()
-    """Other mixtures of as many terms that fit as well: `tv or nla` have one direction at every slot."""
+    alike: tuple["Fit", ...] = ()
+    """Other mixtures of as many terms that fit as well: tv and nla have one direction at every slot, and differ by
+    the weights that then remain."""
 
     @property
     def explained(self) -> bool:
@@ -53,44 +64,56 @@ def explain(gradient: Tensor, columns: Mapping[str, Tensor], limit: float) -> Fi
     """The smallest mixture that explains gradient [n, D] from columns of [n, D] each, or the best one there is."""
     names = list(columns)
     small, total = _compressed(gradient, [columns[name] for name in names])
+    problem = _Problem(small=small, total=total, names=tuple(names), limit=limit)
     best: Fit | None = None
     for size in (1, 2):
-        fits = [_fit(small, total, subset, names, limit) for subset in combinations(range(len(names)), size)]
-        fits = [fit for fit in fits if len(fit.shares) == size]
-        good = sorted((fit for fit in fits if fit.explained), key=lambda fit: fit.residual)
+        fits = [problem.fit(subset) for subset in combinations(range(len(names)), size)]
+        fits = sorted((fit for fit in fits if len(fit.shares) == size), key=lambda fit: fit.residual)
+        if fits and not fits[0].explained:
+            fits[0] = problem.fit([names.index(name) for name in fits[0].shares], polish=True)
+        good = [fit for fit in fits if fit.explained]
         if good:
-            return _with_alike(good[0], good[1:])
-        best = min([*fits, *([best] if best else [])], key=lambda fit: fit.residual, default=None)
-    whole = _fit(small, total, range(len(names)), names, limit)
-    kept = [names.index(name) for name in whole.shares]
-    while whole.explained and len(kept) > 1:
-        fewer = [_fit(small, total, [k for k in kept if k != out], names, limit) for out in kept]
+            like = tuple(fit for fit in good[1:] if fit.residual <= ALIKE * good[0].residual + limit / 100)
+            first = replace(good[0], alike=like)
+            return first if limit <= ROUGH else _with_more(problem, first)
+        best = min([*fits[:1], *([best] if best else [])], key=lambda fit: fit.residual, default=None)
+    whole = problem.fit(range(len(names)), polish=True)
+    while whole.explained and len(whole.shares) > 1:
+        kept = [names.index(name) for name in whole.shares]
+        fewer = [problem.fit([k for k in kept if k != out], polish=True) for out in kept]
         best_fewer = min(fewer, key=lambda fit: fit.residual)
         if not best_fewer.explained:
             break
-        whole, kept = best_fewer, [names.index(name) for name in best_fewer.shares]
+        whole = best_fewer
     if whole.explained or best is None or whole.residual < best.residual:
         return whole
     return best
 
 
+def _with_more(problem: "_Problem", fit: Fit) -> Fit:
+    """Under a wide limit, one term after the other that is there beyond chance, whatever the limit allows."""
+    names = list(problem.names)
+    for _ in range(len(names) - len(fit.shares)):
+        chosen = [names.index(name) for name in fit.shares]
+        more = [problem.fit([*chosen, k], polish=True) for k in range(len(names)) if k not in chosen]
+        sure = [
+            each
+            for each in more
+            if len(each.shares) > len(fit.shares)
+            and each.residual <= LOWER * fit.residual
+            and all(share > SURE * each.errors[name] for name, share in each.shares.items())
+        ]
+        if not sure:
+            return fit
+        fit = min(sure, key=lambda each: each.residual)
+    return fit
+
+
 def left_over(gradient: Tensor, columns: Mapping[str, Tensor]) -> float:
     """Relative residual of the mixture of all columns."""
-    names = list(columns)
+    names = tuple(columns)
     small, total = _compressed(gradient, [columns[name] for name in names])
-    return _fit(small, total, range(len(names)), names, 0.0).residual
-
-
-def _with_alike(first: Fit, rest: Sequence[Fit]) -> Fit:
-    alike = [" + ".join(fit.shares) for fit in rest]
-    return Fit(
-        shares=first.shares,
-        errors=first.errors,
-        weights=first.weights,
-        residual=first.residual,
-        limit=first.limit,
-        alike=tuple(alike),
-    )
+    return _Problem(small=small, total=total, names=names, limit=0.0).fit(range(len(names))).residual
 
 
 def _compressed(gradient: Tensor, columns: Sequence[Tensor]) -> tuple[Array, float]:
@@ -101,31 +124,59 @@ def _compressed(gradient: Tensor, columns: Sequence[Tensor]) -> tuple[Array, flo
     return small.numpy().astype(np.float64), float(gradient.square().sum())
 
 
-def _fit(small: Array, total: float, subset: Sequence[int], names: Sequence[str], limit: float) -> Fit:
-    """Weights and shares of these terms by alternating least squares."""
-    chosen = list(subset)
-    columns, target = small[:, :, chosen], small[:, :, -1]
-    shares = _start(columns, target)
-    before = np.inf
-    for _ in range(ROUNDS):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Problem:
+    """Slots in their compressed form."""
+
+    small: Array
+    """[n, d, J + 1]."""
+    total: float
+    names: tuple[str, ...]
+    limit: float
+
+    def fit(self, subset: Sequence[int], *, polish: bool = False) -> Fit:
+        """Weights and shares of these terms by alternating least squares; `polish` goes on from there by
+        Gauss-Newton, which also gets along valleys."""
+        chosen = list(subset)
+        columns, target = self.small[:, :, chosen], self.small[:, :, -1]
+        shares = _start(columns, target)
+        before, residual = np.inf, np.inf
+        for _ in range(ROUNDS):
+            shares = _shares(columns, target, _weights(columns, target, shares))
+            residual = self._residual(columns, target, shares)
+            if residual <= self.limit / 100 or residual > before * (1 - 1e-3):
+                break
+            before = residual
+        if polish and len(chosen) > 1 and residual > self.limit / 4:
+            shares = _polished(columns, target, shares)
+            residual = self._residual(columns, target, shares)
         weights = _weights(columns, target, shares)
-        shares = _shares(columns, target, weights)
-        weights = _weights(columns, target, shares)
-        left = target - weights[:, None] * (columns @ shares)
-        residual = float(np.sqrt((left**2).sum() / total)) if total else 0.0
-        if residual <= limit / 100 or residual > before * (1 - 1e-3):
-            break
-        before = residual
-    errors = _errors(columns, weights, float((left**2).sum()))
-    order = sorted(range(len(chosen)), key=lambda j: -shares[j])
-    held = [j for j in order if shares[j] > 0]
-    return Fit(
-        shares={names[chosen[j]]: float(shares[j]) for j in held},
-        errors={names[chosen[j]]: float(errors[j]) for j in held},
-        weights=weights,
-        residual=residual,
-        limit=limit,
-    )
+        errors = _errors(columns, shares, weights, (residual**2) * self.total)
+        held = [j for j in sorted(range(len(chosen)), key=lambda j: -shares[j]) if shares[j] > 0]
+        return Fit(
+            shares={self.names[chosen[j]]: float(shares[j]) for j in held},
+            errors={self.names[chosen[j]]: float(errors[j]) for j in held},
+            weights=weights,
+            residual=residual,
+            limit=self.limit,
+        )
+
+    def _residual(self, columns: Array, target: Array, shares: Array) -> float:
+        left = target - _weights(columns, target, shares)[:, None] * (columns @ shares)
+        return float(np.sqrt((left**2).sum() / self.total)) if self.total else 0.0
+
+
+def _polished(columns: Array, target: Array, shares: Array) -> Array:
+    """[J] shares of least residual, at least 0, their sum held at 1."""
+    scale = np.sqrt((target**2).sum())
+
+    def left(shares: Array) -> Array:
+        rest = target - _weights(columns, target, shares)[:, None] * (columns @ shares)
+        return np.append(rest.ravel() / scale, shares.sum() - 1)
+
+    start = np.clip(shares, 1e-9, None)
+    found = least_squares(left, start, bounds=(0, np.inf), xtol=1e-15, ftol=1e-15, gtol=1e-15, max_nfev=60)
+    return _normed(np.where(found.x < 1e-9, 0, found.x))
 
 
 def _start(columns: Array, target: Array) -> Array:
@@ -134,36 +185,45 @@ def _start(columns: Array, target: Array) -> Array:
     norms = np.linalg.norm(target, axis=1)
     _, _, rows = np.linalg.svd(solutions * (norms > 0)[:, None], full_matrices=False)
     first = rows[0] * (1 if rows[0].sum() >= 0 else -1)
-    first = np.clip(first, 0, None)
-    return first / first.sum() if first.sum() > 0 else np.full(columns.shape[2], 1 / columns.shape[2])
+    return _normed(np.clip(first, 0, None))
+
+
+def _normed(shares: Array) -> Array:
+    """With a sum of 1; even where all are 0."""
+    made: Array = shares / shares.sum() if shares.sum() > 0 else np.full(len(shares), 1 / len(shares))
+    return made
 
 
 def _weights(columns: Array, target: Array, shares: Array) -> Array:
     """[n] the best weight of every slot for given shares."""
     mixed = columns @ shares
     square = (mixed**2).sum(1)
-    return np.divide((mixed * target).sum(1), square, out=np.zeros(len(square)), where=square > 0)
+    made: Array = np.divide((mixed * target).sum(1), square, out=np.zeros(len(square)), where=square > 0)
+    return made
 
 
 def _shares(columns: Array, target: Array, weights: Array) -> Array:
     """[J] the best shares for given weights."""
     stacked = (columns * weights[:, None, None]).reshape(-1, columns.shape[2])
-    reduced = np.linalg.qr(np.concatenate((stacked, target.reshape(-1, 1)), axis=1), mode="r")
+    reduced: Array = np.asarray(
+        np.linalg.qr(np.concatenate((stacked, target.reshape(-1, 1)), axis=1), mode="r")
+    )
     shares: Array = nnls(reduced[:, :-1], reduced[:, -1])[0]
-    return shares / shares.sum() if shares.sum() > 0 else np.full(len(shares), 1 / len(shares))
+    return _normed(shares)
 
 
-def _errors(columns: Array, weights: Array, left: float) -> Array:
-    """[J] standard errors of the shares: those along which weights can make up are counted as unknown."""
+def _errors(columns: Array, shares: Array, weights: Array, left: float) -> Array:
+    """[J] standard errors of the shares, given that each slot's weight may make up for what lies along the mixture."""
     mixed = columns * weights[:, None, None]
-    whole = mixed.sum(2)
+    whole = mixed @ shares
     square = (whole**2).sum(1, keepdims=True)
     along = np.einsum("ndj,nd->nj", mixed, whole) / np.where(square > 0, square, 1)
     free = mixed - whole[:, :, None] * along[:, None, :]
     freedom = max(1, free.shape[0] * (free.shape[1] - 1) - free.shape[2])
     information = np.einsum("ndj,ndk->jk", free, free)
     variance = np.diag(np.linalg.pinv(information, rcond=1e-12)) * left / freedom
-    return np.sqrt(np.clip(variance, 0, None))
+    errors: Array = np.sqrt(np.clip(variance, 0, None))
+    return errors
 
 
 def unseen(
@@ -182,5 +242,6 @@ def unseen(
         off = column - mixed * ((column * mixed).sum(1, keepdim=True) / square)
         size = float(off.norm() / column.norm().clamp(min=1e-300))
         reach = float(off.norm() / gradient.norm().clamp(min=1e-300))
-        found[name] = 1.0 if size < COLLINEAR else min(1.0, fit.limit / reach)
+        least = fit.limit if fit.limit <= ROUGH else SURE * fit.residual / (2 * len(gradient)) ** 0.5
+        found[name] = 1.0 if size < COLLINEAR else min(1.0, least / reach)
     return found

@@ -106,6 +106,10 @@ def globals_of(reading: Reading) -> Iterator[tuple[Difference, Reading]]:
             words = f"{part:g} of each head turns instead of {reading.rope.partial_rotary_factor:g}"
             rope = replace(reading.rope, partial_rotary_factor=part)
             yield Difference(name="rope-part", words=words), replace(reading, rope=rope)
+    for part in PARTS[1:]:
+        words = f"the first {part:g} of a whole head's frequencies turn"
+        rope = replace(reading.rope, rope_type="proportional", partial_rotary_factor=part, factor=1.0)
+        yield Difference(name="rope-part", words=words), replace(reading, rope=rope)
     for until in (1, -1):
         what = "takes in the anchor's own state" if until > 0 else "ends one token early"
         yield Difference(name="context-edge", words=f"the context {what}"), replace(reading, until=until)
@@ -136,10 +140,18 @@ class Taken:
 class Lens:
     """A trainer's step and its reference, with attention made visible."""
 
-    def __init__(self, looks: Sequence[Look], weights: Weights, table: Tensor, declared: Reading) -> None:
+    def __init__(
+        self,
+        looks: Sequence[Look],
+        weights: Weights,
+        table: Tensor,
+        declared: Reading,
+        blocks: int = COMPARED,
+    ) -> None:
         self.weights, self.table, self.declared = weights, table, declared
         self.parameters = looks[0].subject.parameters
-        self.cases = [Case(look=look, rows=_spread(len(look.anchors))) for look in looks]
+        self.cases = [Case(look=look, rows=_spread(len(look.anchors), blocks)) for look in looks]
+        self.plain = [look.shown for look in looks]  # made now, before any parameter is scaled
         self.precision = products_in(looks[0], self.parameters)
         self.whole = self._taken(None)
         self.live = any(
@@ -152,8 +164,8 @@ class Lens:
         self._single: dict[int, Taken] = {}
 
     @classmethod
-    def of(cls, looks: Sequence[Look], reading: Reading) -> "Lens | str":
-        """Or the reason why nothing can be compared."""
+    def of(cls, looks: Sequence[Look], reading: Reading, blocks: int = COMPARED) -> "Lens | str":
+        """Or the reason why nothing can be compared. blocks: of each look that are computed twice, at most."""
         subject = looks[0].subject
         weights = Weights.of(subject.parameters)
         if weights is None:
@@ -168,7 +180,7 @@ class Lens:
             return (
                 "neither embed_tokens.weight nor a reference: the layers were not compared with a reference"
             )
-        return cls(looks, weights, table, reading)
+        return cls(looks, weights, table, reading, blocks)
 
     # --- one comparison -------------------------------------------------------------------------------
 
@@ -179,8 +191,9 @@ class Lens:
         values: dict[str, Tensor] = {}
         for layer, size in enumerate(mixing):
             name = f"layers.{layer}.self_attn.o_proj.weight"
-            factor = 1 / size if size > 0 else 1.0
-            values[name] = self.parameters[name].data * (factor if only in (None, layer) else 0.0)
+            weight = self.parameters[name].data
+            weight = weight / size if size > 0 else drawn(weight)
+            values[name] = weight if only in (None, layer) else torch.zeros_like(weight)
         with changed(self.parameters, values):
             found = tuple(case.look.step().hidden.detach()[case.rows] for case in self.cases)
         return Taken(values=values, found=found)
@@ -262,15 +275,16 @@ class Lens:
     def _search(self, base: Match) -> Match:
         """Windows as measured, each layer's direction by comparison, with at most one thing else."""
         measured = replace(self.declared, layers=self.windows()) if self.live else self.declared
-        best = (math.inf, (), base.reading)
-        for change, reading in [(None, measured), *globals_of(measured)]:
+        best: tuple[float, tuple[Difference, ...]] = (math.inf, ())
+        tried: list[tuple[Difference | None, Reading]] = [(None, measured), *globals_of(measured)]
+        for change, reading in tried:
             reading = self._directed(reading)
             apart = self.apart(self.whole, reading, torch.float32 if base.limit > 1e-5 else torch.float64)
             differences = (*([change] if change else []), *layer_differences(self.declared, reading))
             if apart <= base.limit:
                 return replace(base, reading=reading, differences=differences)
             if apart < best[0]:
-                best = (apart, differences, reading)
+                best = (apart, differences)
         words = "; ".join(each.words for each in best[1]) or "the declared one"
         return replace(base, reading=None, nearest=(words, best[0]))
 
@@ -284,6 +298,19 @@ class Lens:
         return reading
 
 
+def drawn(weight: Tensor) -> Tensor:
+    """Random values for a projection that is zero, as some trainers start theirs."""
+    made = torch.randn(weight.shape, generator=torch.Generator().manual_seed(9))
+    scaled: Tensor = made.to(weight) * weight.shape[1] ** -0.5
+    return scaled
+
+
+def awake(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Values for output projections that are zero: nothing could be seen through them."""
+    names = [name for name in parameters if name.endswith("self_attn.o_proj.weight")]
+    return {name: drawn(parameters[name].data) for name in names if not bool(parameters[name].any())}
+
+
 def _ropes(reading: Reading) -> list[Reading]:
     """The reading with every base, share and epsilon in use."""
     return [
@@ -292,9 +319,10 @@ def _ropes(reading: Reading) -> list[Reading]:
     ]
 
 
-def _spread(count: int) -> Tensor:
-    """Up to COMPARED of `count` numbers, first and last among them."""
-    return torch.linspace(0, count - 1, min(count, COMPARED)).round().long().unique()
+def _spread(count: int, most: int) -> Tensor:
+    """Up to `most` of `count` numbers, first and last among them."""
+    chosen: Tensor = torch.linspace(0, count - 1, min(count, most)).round().long().unique()
+    return chosen
 
 
 def table_of(subject: Subject) -> Tensor:
@@ -305,7 +333,7 @@ def table_of(subject: Subject) -> Tensor:
 
 
 def _window(seen: Tensor, look: Look, anchor: int, view: View) -> View:
-    """The window of one layer, from what each of its slots [B, S] sees, of those before the anchor in its document."""
+    """The window of one layer, from what its asked slots [asked, S] see before the anchor in its document."""
     position, document = look.batch.position, look.batch.document
     own = document == document[look.anchors[anchor]]
     stands = int(position[look.anchors[anchor]])
@@ -313,10 +341,9 @@ def _window(seen: Tensor, look: Look, anchor: int, view: View) -> View:
     for row in seen:
         at = position[row & own & (position < stands)]
         lows.append(stands - int(at.min()) if len(at) else 0)
-    back = torch.tensor(lows)
-    slots = torch.arange(len(back))
+    back, slots = torch.tensor(lows), torch.tensor(look.asked)
     if bool((back == stands).all()):
-        return replace(view, window=view.window if _hides(view, stands, len(back)) else None)
+        return replace(view, window=view.window if _hides(view, stands, look.subject.block) else None)
     if bool((back == back[0]).all()):
         return replace(view, window=int(back[0]), window_from="anchor")
     window = int(back[0]) + 1

@@ -13,8 +13,10 @@ Shapes: S tokens, A anchors, B slots, D width, V the target's vocabulary.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
+from math import comb
 
 import torch
 from torch import Tensor
@@ -26,6 +28,8 @@ from parity.probes.adapters.reference_drafter import Row, changed
 
 PROJECTION = 77
 """Seed of the random directions that hidden states are projected on before they are differentiated."""
+EACH = 8
+"""Longest block whose slots are all asked one by one."""
 SEED = 3
 """Of the steps: any, but the same for all."""
 
@@ -72,10 +76,15 @@ class Look:
         """[A, S] of every block."""
         return torch.stack([self.strength(anchor) for anchor in range(len(self.anchors))])
 
+    @property
+    def asked(self) -> list[int]:
+        """Slots that are asked one by one: all of a short block, both ends and the middle of a long one."""
+        last = self.subject.block - 1
+        return list(range(last + 1)) if last < EACH else sorted({0, 1, last // 2, last - 1, last})
+
     def slots(self, anchor: int, shown: Shown | None = None) -> Tensor:
-        """bool [B, S] which captured states move each slot of one block."""
-        each = [self.strength(anchor, slot, shown) for slot in range(self.subject.block)]
-        return torch.stack(each) > 0
+        """bool [asked, S] which captured states move each asked slot of one block."""
+        return torch.stack([self.strength(anchor, slot, shown) for slot in self.asked]) > 0
 
     def moved_by(self, tokens: Tensor) -> Tensor:
         """[A, B] largest change of each slot's hidden state when the row's tokens are these."""
@@ -130,7 +139,16 @@ def filling_rows(moves: Callable[[], bool], table: Tensor, suspects: Tensor) -> 
 
 
 def products_in(look: Look, parameters: Mapping[str, Tensor]) -> torch.dtype:
-    """The dtype in which matrix products are taken: bfloat16 where rounding fc's weight to it changes no bit."""
+    """The dtype in which matrix products are taken: bfloat16 where rounding fc's weight to it changes no bit. Asked
+    once of a subject."""
+    known = look.subject.__dict__
+    if "products_in" not in known:
+        known["products_in"] = _products_in(look, parameters)
+    dtype: torch.dtype = known["products_in"]
+    return dtype
+
+
+def _products_in(look: Look, parameters: Mapping[str, Tensor]) -> torch.dtype:
     weight = parameters["fc.weight"]
     if weight.dtype in (torch.bfloat16, torch.float16):
         return torch.bfloat16
@@ -142,28 +160,60 @@ def products_in(look: Look, parameters: Mapping[str, Tensor]) -> torch.dtype:
     return torch.bfloat16 if still else weight.dtype
 
 
-def leak_between(look: Look, vocabulary: int, avoid: int) -> tuple[float, int, int] | None:
-    """(largest change of a block when the token of another block's anchor is exchanged, the block's anchor, the
-    other one); None where none moves. Every ordered pair is in one of 2 log2(A) steps."""
-    numbers = torch.arange(len(look.anchors))
-    for bit in range(max(1, (len(numbers) - 1).bit_length())):
-        for side in (0, 1):
-            chosen = (numbers >> bit) & 1 == side
-            moved = _when(look, chosen, vocabulary, avoid)
-            hit = (moved > 0) & ~chosen
-            if bool(hit.any()):
-                block = int(moved.masked_fill(chosen, -1).argmax())
-                alone = {
-                    int(n): float(_when(look, numbers == n, vocabulary, avoid)[block])
-                    for n in numbers[chosen]
-                }
-                other = max(alone, key=lambda number: alone[number])
-                return float(moved[block]), int(look.anchors[block]), int(look.anchors[other])
-    return None
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchanged:
+    """What exchanged tokens do to blocks."""
+
+    other: tuple[float, int, int] | None
+    """(largest change, the block's anchor, the anchor whose token was exchanged) of a block by another's anchor."""
+    text: Tensor
+    """[A, B] change of each slot when all tokens but the anchors' are exchanged."""
+    still: Tensor
+    """bool [A, B] slots that do not move when their own anchor's token is exchanged."""
 
 
-def _when(look: Look, chosen: Tensor, vocabulary: int, avoid: int) -> Tensor:
-    """[A] change of each block when the tokens at the chosen anchors are exchanged."""
-    where = torch.zeros_like(look.batch.tokens, dtype=torch.bool)
-    where[look.anchors[chosen]] = True
-    return look.moved_by(exchanged(look.batch, where, vocabulary, avoid)).amax(1)
+def exchange(look: Look, vocabulary: int, avoid: int) -> Exchanged:
+    """Exchange tokens: all but the anchors' always, and some anchors' in each step, so chosen that for every two
+    anchors the first alone is exchanged in one step and the second alone in another. Where a block moves that should
+    not, the two reasons are taken apart."""
+    count = len(look.anchors)
+    steps = next(m for m in range(2, count + 2) if comb(m, m // 2) >= count)
+    chosen = torch.zeros(count, steps, dtype=torch.bool)
+    for number, some in zip(range(count), combinations(range(steps), steps // 2), strict=False):
+        chosen[number, list(some)] = True
+    still = torch.ones(count, look.subject.block, dtype=torch.bool)
+    leak = False
+    for on in chosen.T:
+        moved = _exchanged(look, on, vocabulary, avoid, text=True)
+        still &= (moved == 0) | ~on[:, None]
+        leak |= bool((moved[~on] > 0).any())
+    text = torch.zeros(still.shape, dtype=torch.float64)
+    if not leak:
+        return Exchanged(other=None, text=text, still=still)
+    nobody = torch.zeros(count, dtype=torch.bool)
+    text = _exchanged(look, nobody, vocabulary, avoid, text=True)
+    return Exchanged(other=_other(look, vocabulary, avoid), text=text, still=_still(look, vocabulary, avoid))
+
+
+def _exchanged(look: Look, anchors: Tensor, vocabulary: int, avoid: int, *, text: bool) -> Tensor:
+    """[A, B] change when the tokens at the chosen anchors (bool [A]) are exchanged; text: and all that are none."""
+    where = torch.full_like(look.batch.tokens, text, dtype=torch.bool)
+    where[look.anchors] = anchors
+    return look.moved_by(exchanged(look.batch, where, vocabulary, avoid))
+
+
+def _still(look: Look, vocabulary: int, avoid: int) -> Tensor:
+    """bool [A, B] slots that do not move when all anchors' tokens are exchanged, and nothing else."""
+    everybody = torch.ones(len(look.anchors), dtype=torch.bool)
+    return _exchanged(look, everybody, vocabulary, avoid, text=False) == 0
+
+
+def _other(look: Look, vocabulary: int, avoid: int) -> tuple[float, int, int] | None:
+    """`Exchanged.other`, one anchor after the other."""
+    found = None
+    for number in range(len(look.anchors)):
+        on = torch.arange(len(look.anchors)) == number
+        moved = _exchanged(look, on, vocabulary, avoid, text=False).amax(1).masked_fill(on, 0)
+        if float(moved.max()) > (found[0] if found else 0.0):
+            found = (float(moved.max()), int(look.anchors[moved.argmax()]), int(look.anchors[number]))
+    return found

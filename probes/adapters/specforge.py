@@ -35,6 +35,7 @@ class SpecForge(Adapter):
         self.slices = tuple(f"layer.{layer}.out" for layer in self.recipe.conditioning.decoder_layers)
         self.width, self.vocabulary = target.width, target.vocabulary
         self.dtype = target.parts.embed.dtype
+        self.configured = target.drafter
         self._optimizer: Any = None
         self._reader: ZlabDraft | None = None
 

@@ -45,6 +45,7 @@ class Speculators(Adapter):
         )
         self.width, self.vocabulary = target.width, target.vocabulary
         self.dtype = target.parts.embed.dtype
+        self.configured = target.drafter
         self._optimizer: torch.optim.Optimizer | None = None
         self._reader: ZlabDraft | None = None
 

@@ -79,15 +79,17 @@ class Law:
         return self.misfit <= 1
 
 
-def recognise(slots: Slots) -> Law:
-    """The law of the weights, `unknown` where none is found."""
+def recognise(slots: Slots, prefer: str = "") -> Law:
+    """The law of the weights, `unknown` where none is found. prefer: the kind to take where two fit alike."""
     simple = _law(slots, "uniform", np.ones_like(slots.weight))
     if simple.fits:
         return simple
     exp = _exponential(slots)
     found = [law for law in (exp, *_dpace(slots)) if law is not None and law.fits]
     if found:
-        return min(found, key=lambda law: law.rms)
+        least = 2 * min(law.rms for law in found)
+        near = [law for law in found if law.rms <= least]
+        return next((law for law in near if law.kind == prefer), near[0])
     for make in (_per_slot, _per_block, _streak):
         law = make(slots)
         if law is not None and law.fits:
@@ -124,7 +126,7 @@ def _law(
 
 def _exponential(slots: Slots) -> Law | None:
     """exp(-(k - 1) / gamma)."""
-    place = slots.slot - 1.0
+    place: Array = slots.slot.astype(np.float64) - 1
     if not (slots.weight > 0).all() or len(set(slots.slot)) < 2:
         return None
     slope, error = _slope(place, np.log(slots.weight), slots.tolerance)
