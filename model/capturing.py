@@ -16,8 +16,19 @@ from parity.environment import PACKAGES, environment
 from parity.errors import ParityError
 from parity.model.backends import Backend, Call
 from parity.model.operators import save_calls
+from parity.model.sketching import DIMS, SEED
+from parity.model.sketching import sketch as sketch_of
 from parity.model.target import Forward, Target, describe_taps, forward
-from parity.trace import SCHEMA, BackendProof, Manifest, RequestEntry, Trace, TraceWriter
+from parity.trace import (
+    SCHEMA,
+    SKETCH_SCHEMA,
+    BackendProof,
+    Manifest,
+    RequestEntry,
+    SketchInfo,
+    Trace,
+    TraceWriter,
+)
 
 # How long rank 0 waits for the other ranks' last requests before it says which are missing.
 RANK_TIMEOUT = 3600.0
@@ -35,12 +46,13 @@ def capture(
     local_from: str | None = None,
     rows: int = 1,
     operators: Path | None = None,
+    sketch: bool = False,
     rank: int = 0,
     world: int = 1,
     problems: Sequence[str] = (),
     progress: Callable[..., None] = lambda **_: None,
 ) -> dict[str, Any]:
-    """Compute and write a trace; see `model.target.forward` for mode, local and rows.
+    """Compute and write a trace, or a sketch of one; see `model.target.forward` for mode, local and rows.
 
     Of `world` processes, this one computes every world-th request; rank 0 waits for the rest and
     finishes the trace. Returns the proof and where the trace lies. Raises ParityError as its parts do.
@@ -67,7 +79,7 @@ def capture(
                     keep_calls=operators is not None,
                     problems=problems,
                 )
-                behind.do(partial(writer.add, entry, result.taps, proof=result.proof, position=position))
+                behind.do(partial(_add, writer, entry, result, position, sketch))
                 infos, calls = describe_taps(target, result.taps), [*calls, *result.calls]
             progress(done=position + 1, total=len(entries), request=entry.id)
         behind.wait()
@@ -78,7 +90,9 @@ def capture(
         _wait_for_ranks(writer, entries)
         infos = infos or describe_taps(target, _sample(target, entries[0], backend, taps).taps)
         trace = writer.finish(
-            _manifest(target, entries, infos, backend, mode + ("+local" if other else ""), fingerprint)
+            _manifest(
+                target, entries, infos, backend, mode + ("+local" if other else ""), fingerprint, sketch
+            )
         )
     proof = trace.manifest.backend
     return {
@@ -87,6 +101,18 @@ def capture(
         "problems": proof.problems,
         "calls": [call.model_dump() for call in proof.calls],
     }
+
+
+def _add(writer: TraceWriter, entry: RequestEntry, result: Forward, position: int, sketched: bool) -> None:
+    """Write one request's taps, or their sketches."""
+    tensors, further = dict(result.taps), dict[str, Tensor]()
+    if sketched:
+        tensors = {}
+        for name, states in result.taps.items():
+            rows, others = sketch_of(states).tensors(name)
+            tensors |= rows
+            further |= others
+    writer.add(entry, tensors, proof=result.proof, position=position, further=further)
 
 
 def _whole_fingerprint(asked: str, target: Target, other: Trace | None) -> str:
@@ -160,10 +186,12 @@ def _manifest(
     backend: Backend,
     mode: str,
     fingerprint: str,
+    sketch: bool,
 ) -> Manifest:
     nothing = BackendProof(requested=backend.requested, calls=(), valid=True)
     return Manifest(
-        schema=SCHEMA,
+        schema=SKETCH_SCHEMA if sketch else SCHEMA,
+        sketch=SketchInfo(dims=DIMS, seed=SEED) if sketch else None,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         target=target.identity,
         loader=target.spec.loader,

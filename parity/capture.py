@@ -229,6 +229,7 @@ def capture_to(
     complete_model: str | None = None,
     new_tokens: int = 64,
     local_from: Path | None = None,
+    sketch: bool = False,
     threads: int = 1,
     hide: Sequence[str] = (),
 ) -> Captured:
@@ -253,6 +254,7 @@ def capture_to(
             taps=list(taps) if taps else ["states"],
             mode=mode,
             local_from=str(local_from) if local_from else None,
+            sketch=sketch,
             rank=rank,
             world=world,
         )

@@ -1,120 +1,66 @@
 """Two traces, compared tap by tap and token by token: numbers and verdicts, no words to print.
 
-One tensor pair is in memory at a time; per token and tap a few numbers stay. The requests are walked in
-canonical order, so the result does not depend on who reads what first.
+A unit of rows of one tensor pair is in memory at a time; per token and tap a few numbers stay. Units are added
+up in canonical order, so the result does not depend on who computes what first: `merging` shares them out
+over ranks and keeps finished ones.
 
     comparison = compare_traces(Trace.open("candidate"), Trace.open("reference"), golden=None)
     comparison.outcome, comparison.first_bad, comparison.taps[0].cosine_min
 """
 
-import math
+import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from parity.align import Alignment, RequestPair, TapPair, align, identity_differences
+from parity.align import Alignment, TapPair, align
 from parity.compare_kernel import (
     FIELDS,
-    OUTLIER_TIMES,
     Implementation,
     PairStats,
     channel_mean_square,
     choose,
     pair_stats,
     pick_outliers,
-    ratio,
 )
 from parity.compare_records import Comparison as Comparison
-from parity.compare_records import ControlResult, HeatMap, Kept, TokenPlace
+from parity.compare_records import Kept
 from parity.compare_records import TapResult as TapResult
+from parity.compare_results import Gathered, Inputs, backend_of, comparison_of, outliers_wrong
 from parity.errors import ParityError
-from parity.reports.record import Outcome
-from parity.tolerance import (
-    CONTROLS,
-    FirstBad,
-    Floor,
-    Gate,
-    Judgement,
-    Policy,
-    TapEvidence,
-    TapRules,
-    coarsest,
-    data_faults,
-    first_bad,
-    judge_tap,
-    rms,
-    rules_for,
+from parity.merging import COLUMNS, Segment, TapPart, Unit, Work, kept_columns, units_of
+from parity.model.distributed import Ranks
+from parity.sketch import (
+    SKETCH_CONTROLS,
+    SketchRows,
+    is_sketch,
+    open_trace,
+    sketch_sides,
+    sketch_stats,
+    sketched_rules,
 )
-from parity.trace import Manifest, Trace
+from parity.tolerance import CONTROLS, Floor, Policy, coarsest, hardware, rules_for
+from parity.trace import Trace
 
+Rows = torch.Tensor | SketchRows
+"""Some rows of one tap of one side."""
 Progress = Callable[[int, int, str], None]
-"""Called with tensor pairs done, tensor pairs in all, and what comes next."""
-CONTROL_ROWS = 256
-"""Rows of each tap on which the negative controls run: enough to show power, and no second full pass."""
-WORST_TOKENS = 10
+"""Called with tokens done, tokens in all, and the request that was read last."""
+CONTROL_ROWS, CONTROL_ELEMENTS = 256, 1 << 22
+"""Rows of each tap on which the negative controls run, and elements of its tensors: enough to show power, no
+second full pass, and no copy of much memory where a row is a vocabulary."""
 _MAX = FIELDS.index("max_abs")
-_HYSTERESIS = 1.5
-"""How far a channel's rms may be on the wrong side of the outlier limit before the tap is read again."""
-
-
-@dataclass
-class _Tap:
-    """What is gathered of one tap while the requests go by."""
-
-    pair: TapPair
-    rules: TapRules
-    outliers: tuple[int, ...] | None = None
-    recomputed: bool = False
-    columns: dict[str, list[Kept]] = field(default_factory=dict)
-    """Per request, [tokens] each: error, gap, robust_gap and, with a golden, to_golden, base_to_golden."""
-    totals: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(FIELDS)))
-    channels: NDArray[np.float64] | None = None
-    ulp: NDArray[np.int64] | None = None
-    zeros: NDArray[np.int64] = field(default_factory=lambda: np.zeros(3, np.int64))
-    rows: int = 0
-    control: dict[str, list[TapEvidence]] = field(default_factory=lambda: {name: [] for name in CONTROLS})
-    control_rows: int = 0
-
-    def joined(self, name: str) -> Kept:
-        """[tokens] one column over all requests."""
-        return np.concatenate(self.columns[name]) if self.columns.get(name) else np.zeros(0, np.float32)
-
-    def evidence(self) -> TapEvidence:
-        """The columns the gates judge."""
-        golden = "to_golden" in self.columns
-        return TapEvidence(
-            error=self.joined("error"),
-            cosine_gap=self.joined("gap"),
-            to_golden=self.joined("to_golden") if golden else None,
-            base_to_golden=self.joined("base_to_golden") if golden else None,
-        )
-
-    def add(self, stats: PairStats, to_golden: Kept | None, base: Kept | None) -> None:
-        """Add one request."""
-        columns = {
-            "error": judged_error(stats),
-            "gap": stats.cosine_gap().astype(np.float32),
-            "robust_gap": stats.cosine_gap(robust=True).astype(np.float32),
-        }
-        if to_golden is not None and base is not None:
-            columns |= {"to_golden": to_golden, "base_to_golden": base}
-        for name, values in columns.items():
-            self.columns.setdefault(name, []).append(values)
-        largest = max(self.totals[_MAX], float(stats.field("max_abs").max(initial=0.0)))
-        self.totals = self.totals + stats.sums.sum(axis=1)
-        self.totals[_MAX] = largest
-        channels = stats.channels()
-        self.channels = channels if self.channels is None else self.channels + channels
-        if stats.ulp is not None:
-            self.ulp = stats.ulp if self.ulp is None else self.ulp + stats.ulp
-        zero_a, zero_b = stats.zero_rows()
-        self.zeros = self.zeros + np.array([zero_a.sum(), zero_b.sum(), (zero_a != zero_b).sum()])
-        self.rows += stats.rows
+VERSION = "1"
+"""Of what a unit's numbers mean: a comparison that goes on after an update of this package starts afresh."""
 
 
 def compare(
@@ -127,21 +73,55 @@ def compare(
     taps: Sequence[str] | None = None,
     progress: Progress | None = None,
     threads: int = 1,
+    ranks: Ranks | None = None,
+    work: Path | None = None,
 ) -> Comparison:
-    """`compare_traces` of traces, floor and policy that may be given as paths."""
+    """`compare_traces` of traces, floor and policy that may be given as paths; a `floor` that is a trace's folder is
+    measured (`measure_floor`): a rerun of side b, or the same in another batch or order of sums."""
 
     def opened(trace: str | Path | Trace) -> Trace:
-        return trace if isinstance(trace, Trace) else Trace.open(trace)
+        return trace if isinstance(trace, Trace) else open_trace(Path(trace))
 
+    reference = opened(b)
+    if isinstance(floor, (str, Path)):
+        given = Path(floor)
+        floor = measure_floor(opened(given), reference, taps=taps) if given.is_dir() else Floor.load(given)
     return compare_traces(
         opened(a),
-        opened(b),
+        reference,
         golden=None if golden is None else opened(golden),
-        floor=Floor.load(Path(floor)) if isinstance(floor, (str, Path)) else floor,
+        floor=floor,
         policy=Policy.load(Path(policy)) if isinstance(policy, (str, Path)) else policy,
         progress=progress,
         taps=taps,
         threads=threads,
+        ranks=ranks,
+        work=work,
+    )
+
+
+def measure_floor(benign: Trace, reference: Trace, *, taps: Sequence[str] | None = None) -> Floor:
+    """The floor that two runs of the same model show which differ in nothing that matters.
+
+    Raises ParityError where they do not hold the same tensors of the same weights, or one is not finite: what they
+    differ by is no rounding then.
+    """
+    found = compare_traces(benign, reference, taps=taps)
+    reasons = [
+        *(f"{item.kind} {item.name}: {item.detail}" for item in found.unpaired),
+        *found.proof_problems,
+        *found.identity,
+        *(f"{tap.tap}: {tap.faults[0]}" for tap in found.taps if tap.faults),
+    ]
+    if reasons:
+        raise ParityError(
+            f"a floor measured between {benign.path} and {reference.path}",
+            reasons[0],
+            "capture the reference again, or in another batch, with the same prompts, taps and weights",
+        )
+    machines = dict.fromkeys(hardware(side.manifest.environment) for side in (benign, reference))
+    return Floor.measured(
+        benign.path.name, {tap.tap: tap.token_errors for tap in found.taps}, "; ".join(machines)
     )
 
 
@@ -155,31 +135,91 @@ def compare_traces(
     progress: Progress | None = None,
     taps: Sequence[str] | None = None,
     threads: int = 1,
+    ranks: Ranks | None = None,
+    work: Path | None = None,
 ) -> Comparison:
-    """Compare candidate `a` with reference `b`; see `Comparison`.
+    """Compare candidate `a` with reference `b`; see `Comparison`. Either may be a sketch trace.
 
     `golden` is a float64 trace of the same prompts, `floor` measured benign differences, `taps` names or
-    globs. Raises NothingComparable where the two share nothing, ParityError for an unusable golden.
+    globs. `ranks` (`parity.model.distributed.join`) share the work; each gets the whole result, the same on any
+    number of them. In the folder `work` finished units are kept until the end, so that an interrupted comparison
+    goes on. Raises NothingComparable where the two share nothing, ParityError for an unusable golden.
     """
     began = time.perf_counter()
     policy = policy or Policy()
     alignment = align(a, b, taps)
-    held = _golden_requests(golden, b, alignment) if golden is not None else {}
+    sketched = is_sketch(a) or is_sketch(b)
+    golden_ids = _golden_requests(golden, b, alignment, sketched) if golden is not None else {}
+    held = [golden is not None and _holds(golden, pair) for pair in alignment.taps]
+    rows = [pair.rows for pair in alignment.requests]
+    columns = kept_columns(len(alignment.taps), len(COLUMNS) if any(held) else 3, sum(rows))
+    first = alignment.requests[0]
     gathered = []
-    for pair in alignment.taps:
+    for index, pair in enumerate(alignment.taps):
         dtype = coarsest(pair.dtype_a, pair.dtype_b, a.manifest.dtype, b.manifest.dtype)
-        gathered.append(_Tap(pair, rules_for(pair.name, dtype, _depth(a, pair), floor, policy)))
-    rows, width = sum(pair.rows for pair in alignment.requests), sum(pair.width for pair in alignment.taps)
-    reader = _Reader(a, b, golden, held, alignment.requests, choose(8 * rows * width), threads, progress)
-    reader.read(gathered)
-    wrong = [_outliers_wrong(tap) for tap in gathered]
-    gathered = [
-        _Tap(tap.pair, tap.rules, tap.outliers, True) if again else tap
-        for tap, again in zip(gathered, wrong, strict=True)
-    ]
-    reader.read([tap for tap in gathered if tap.recomputed])
-    results = tuple(_result(tap, policy) for tap in gathered)
-    return _comparison(reader, alignment, gathered, results, policy, began)
+        rules = rules_for(pair.name, dtype, _depth(a, pair), floor, policy)
+        chosen: tuple[int, ...] = ()
+        if sketched:
+            rules = sketched_rules(rules, (pair.dtype_a, pair.dtype_b))
+        else:
+            chosen = pick_outliers(channel_mean_square(b.tensor(first.b.id, pair.name)[: first.rows]))
+        gathered.append(
+            Gathered(pair=pair, rules=rules, columns=columns[index], golden=held[index], outliers=chosen)
+        )
+    width = sum(pair.width for pair in alignment.taps)
+    reader = _Reader(
+        a=a,
+        b=b,
+        golden=golden,
+        golden_ids=golden_ids,
+        alignment=alignment,
+        implementation="sketch" if sketched else choose(8 * sum(rows) * width),
+        threads=threads,
+    )
+    shared = Work(ranks=ranks or Ranks(), folder=work, fingerprint=_fingerprint(reader, gathered))
+    reader.gather(gathered, shared, progress)
+    wrong = [outliers_wrong(tap) for tap in gathered]
+    gathered = [tap.again() if again else tap for tap, again in zip(gathered, wrong, strict=True)]
+    reader.gather([tap for tap in gathered if tap.recomputed], shared, progress, "-again")
+    shared.clear()
+    inputs = Inputs(
+        a=a,
+        b=b,
+        golden=golden,
+        alignment=alignment,
+        policy=policy,
+        notes=_floor_notes(floor, a, b),
+        implementation=reader.implementation,
+        began=began,
+    )
+    return comparison_of(inputs, gathered)
+
+
+def _floor_notes(floor: Floor | None, a: Trace, b: Trace) -> tuple[str, ...]:
+    """A floor says nothing about another machine: where it comes from one, that is said."""
+    if floor is None or not floor.measured_on:
+        return ()
+    machines = [hardware(side.manifest.environment) for side in (a, b)]
+    known = [machine for machine in machines if machine in floor.measured_on or floor.measured_on in machine]
+    if known:
+        return ()
+    return (
+        f"the floor {floor.name!r} was measured on {floor.measured_on}, the sides on {' and '.join(machines)}",
+    )
+
+
+def _holds(golden: Trace, pair: TapPair) -> bool:
+    """Whether the golden can judge this tap."""
+    return pair.name in golden.taps and golden.tap(pair.name).width == pair.width
+
+
+def _fingerprint(reader: "_Reader", gathered: Sequence[Gathered]) -> str:
+    """Of all that a unit's numbers depend on."""
+    sides = [side.digest() for side in (reader.a, reader.b, reader.golden) if side is not None]
+    asked = [(tap.pair, tap.outliers, tap.golden) for tap in gathered]
+    rows = [(pair.a.id, pair.b.id, pair.rows) for pair in reader.alignment.requests]
+    parts = (VERSION, reader.implementation, sides, asked, rows, CONTROL_ROWS, CONTROL_ELEMENTS)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _depth(trace: Trace, pair: TapPair) -> int:
@@ -191,8 +231,14 @@ def _depth(trace: Trace, pair: TapPair) -> int:
     return 0 if pair.name.startswith("embed") else trace.manifest.target.layers + 1
 
 
-def _golden_requests(golden: Trace, b: Trace, alignment: Alignment) -> dict[str, str]:
+def _golden_requests(golden: Trace, b: Trace, alignment: Alignment, sketched: bool) -> dict[str, str]:
     """Id in b to id in the golden. Raises ParityError where the golden is not float64 or lacks a request."""
+    if sketched or is_sketch(golden):
+        raise ParityError(
+            f"{golden.path} as golden of a sketch",
+            "a ratio of two estimates, which may be off by two",
+            "compare sketches without a golden, and full traces with one",
+        )
     low = sorted({golden.tap(name).dtype for name in golden.taps} - {"float64"})
     if low:
         raise ParityError(
@@ -204,7 +250,7 @@ def _golden_requests(golden: Trace, b: Trace, alignment: Alignment) -> dict[str,
     if not proof.valid or proof.requested != {"delta": "golden", "conv": "golden"}:
         raise ParityError(
             f"{golden.path} as golden",
-            proof.problems[0] if proof.problems else f"a capture on {_backend(golden.manifest)}",
+            proof.problems[0] if proof.problems else f"a capture on {backend_of(golden.manifest)}",
             "capture it with --backend golden, whose operators are independent recurrences",
         )
     if golden.manifest.target.weights != b.manifest.target.weights:
@@ -228,79 +274,148 @@ def _golden_requests(golden: Trace, b: Trace, alignment: Alignment) -> dict[str,
     return {pair.b.id: known[pair.b.id].b.id for pair in alignment.requests}
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class _Reader:
-    """Walks the aligned requests and adds each tensor pair to what is gathered of its tap."""
+    """Reads units of the aligned requests and makes their parts."""
 
     a: Trace
     b: Trace
     golden: Trace | None
     golden_ids: dict[str, str]
-    requests: tuple[RequestPair, ...]
-    implementation: Implementation
+    alignment: Alignment
+    implementation: Implementation | Literal["sketch"]
     threads: int
-    progress: Progress | None
 
-    def read(self, taps: Sequence[_Tap]) -> None:
-        """Read every request of these taps once."""
-        done, total = 0, len(taps) * len(self.requests)
-        for request in self.requests:
-            for tap in taps:
-                if self.progress is not None:
-                    self.progress(done, total, f"{request.a.id} {tap.pair.name}")
-                self._read_one(request, tap)
-                done += 1
-        if self.progress is not None and total:
-            self.progress(total, total, "")
-
-    def _read_one(self, request: RequestPair, tap: _Tap) -> None:
-        """One tensor pair: its statistics, those against the golden, and its share of the controls."""
-        name, rows = tap.pair.name, request.rows
-        a, b = self.a.tensor(request.a.id, name)[:rows], self.b.tensor(request.b.id, name)[:rows]
-        gold = None
-        held = self.golden
-        if held is not None and name in held.taps and held.tap(name).width == tap.pair.width:
-            gold = held.tensor(self.golden_ids[request.b.id], name)[:rows]
-        if tap.outliers is None:
-            tap.outliers = pick_outliers(channel_mean_square(b))
-        stats = self._stats(a, b, tap, full=True)
-        base = judged_error(self._stats(b, gold, tap)) if gold is not None else None
-        to_golden = judged_error(self._stats(a, gold, tap)) if gold is not None else None
-        tap.add(stats, to_golden, base)
-        short = slice(0, CONTROL_ROWS - tap.control_rows)
-        if tap.control_rows < CONTROL_ROWS:
-            self._control(a[short], b[short], gold[short] if gold is not None else None, tap, base)
-
-    def _control(
-        self, a: torch.Tensor, b: torch.Tensor, gold: torch.Tensor | None, tap: _Tap, base: Kept | None
+    def gather(
+        self, taps: Sequence[Gathered], work: Work, progress: Progress | None, stage: str = ""
     ) -> None:
-        """Gather the evidence of each negative control: side B broken, in the place of side B."""
-        tap.control_rows += a.shape[0]
-        for name, control in CONTROLS.items():
-            broken = control(b)
+        """Read every request of these taps once."""
+        rows = [pair.rows for pair in self.alignment.requests]
+        units = units_of(rows) if taps else ()
+        done = 0
+        with self._pool(len(taps)) as spread:
+            for unit, parts in work.each(units, lambda unit: spread(partial(self._part, unit), taps), stage):
+                for tap, part in zip(taps, parts, strict=True):
+                    tap.add(unit, part)
+                done += unit.rows
+                if progress is not None:
+                    progress(done, sum(rows), self.alignment.requests[unit.segments[-1].request].a.id)
+
+    @contextmanager
+    def _pool(
+        self, taps: int
+    ) -> Iterator[Callable[[Callable[[Gathered], TapPart], Sequence[Gathered]], list[TapPart]]]:
+        """How to do one thing for each tap: in threads where there are as many taps."""
+        if self._over_taps(taps):
+            with ThreadPoolExecutor(self.threads) as pool:
+                yield lambda do, each: list(pool.map(do, each))
+        else:
+            yield lambda do, each: [do(tap) for tap in each]
+
+    def _over_taps(self, taps: int) -> bool:
+        return self.threads > 1 and taps > 1
+
+    def _part(self, unit: Unit, tap: Gathered) -> TapPart:
+        """One tap's numbers over one unit."""
+        pieces, start = [], unit.first_row
+        for segment in unit.segments:
+            pieces.append(self._piece(segment, start, tap))
+            start += segment.stop - segment.start
+        first = pieces[0]
+        totals = np.sum([piece.totals for piece in pieces], axis=0)
+        totals[_MAX] = np.max([piece.totals[_MAX] for piece in pieces])
+        channels = first.channels
+        for piece in pieces[1:]:
+            channels = channels + piece.channels
+        names = [name for name in CONTROLS if any(name in piece.controls for piece in pieces)]
+        return TapPart(
+            columns=np.concatenate([piece.columns for piece in pieces], axis=1),
+            totals=totals,
+            channels=channels,
+            zeros=np.sum([piece.zeros for piece in pieces], axis=0),
+            ulp=None
+            if first.ulp is None
+            else sum((p.ulp for p in pieces if p.ulp is not None), first.ulp * 0),
+            controls={
+                name: np.concatenate(
+                    [piece.controls[name] for piece in pieces if name in piece.controls], axis=1
+                )
+                for name in names
+            },
+        )
+
+    def _piece(self, segment: Segment, row: int, tap: Gathered) -> TapPart:
+        """One tensor pair's rows: their statistics, those against the golden, and their share of the controls.
+
+        `row` is the first one's number among all rows of all requests.
+        """
+        request, name = self.alignment.requests[segment.request], tap.pair.name
+        rows = slice(segment.start, segment.stop)
+        a: Rows
+        b: Rows
+        gold: torch.Tensor | None = None
+        if self.implementation == "sketch":
+            a, b = sketch_sides([(self.a, request.a.id), (self.b, request.b.id)], name, rows)
+        else:
+            a, b = self.a.tensor(request.a.id, name)[rows], self.b.tensor(request.b.id, name)[rows]
+        if tap.golden and self.golden is not None:
+            gold = self.golden.tensor(self.golden_ids[request.b.id], name)[rows]
+        stats = self._stats(a, b, tap, full=True)
+        columns: list[NDArray[np.floating]] = [judged_error(stats)]
+        columns += [stats.cosine_gap(), stats.cosine_gap(robust=True)]
+        if gold is not None:
+            columns += [judged_error(self._stats(side, gold, tap)) for side in (a, b)]
+        zero_a, zero_b = stats.zero_rows()
+        totals = np.ascontiguousarray(stats.sums).sum(axis=1)
+        totals[_MAX] = stats.field("max_abs").max(initial=0.0)
+        short = min(a.shape[0], max(0, _control_rows(tap.pair.width) - row))
+        base = columns[-1].astype(np.float32)[:short] if gold is not None else None
+        return TapPart(
+            columns=np.stack(columns).astype(np.float32),
+            totals=totals,
+            channels=stats.channels() if stats.nodes is not None else np.full((3, tap.pair.width), np.nan),
+            zeros=np.array([zero_a.sum(), zero_b.sum(), (zero_a != zero_b).sum()], np.int64),
+            ulp=stats.ulp,
+            controls=self._controls(a[:short], b[:short], None if gold is None else gold[:short], tap, base)
+            if short
+            else {},
+        )
+
+    def _controls(
+        self, a: Rows, b: Rows, gold: torch.Tensor | None, tap: Gathered, base: Kept | None
+    ) -> dict[str, Kept]:
+        """The evidence of each negative control: side B broken, in the place of side B."""
+        found = {}
+        for name in CONTROLS:
+            broken: Rows | None
+            broken = SKETCH_CONTROLS[name](b) if isinstance(b, SketchRows) else CONTROLS[name](b)
             if broken is None:
                 continue
             stats = self._stats(a, broken, tap)
-            to_golden = judged_error(self._stats(broken, gold, tap)) if gold is not None else None
-            tap.control[name].append(
-                TapEvidence(
-                    error=judged_error(stats),
-                    cosine_gap=np.asarray(stats.cosine_gap(), np.float32),
-                    to_golden=to_golden,
-                    base_to_golden=base[: a.shape[0]] if base is not None else None,
-                )
-            )
+            rows: list[NDArray[np.floating]] = [judged_error(stats), stats.cosine_gap()]
+            if gold is not None and base is not None:
+                rows += [judged_error(self._stats(broken, gold, tap)), base]
+            found[name] = np.stack(rows).astype(np.float32)
+        return found
 
-    def _stats(self, a: torch.Tensor, b: torch.Tensor, tap: _Tap, full: bool = False) -> PairStats:
-        """The kernel, with this comparison's settings."""
+    def _stats(self, a: Rows, b: Rows, tap: Gathered, full: bool = False) -> PairStats:
+        """The kernel, with this comparison's settings, or the estimates of sketches."""
+        if isinstance(a, SketchRows) and isinstance(b, SketchRows):
+            return sketch_stats(a, b)
+        assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and self.implementation != "sketch"
         return pair_stats(
             a,
             b,
-            outliers=tap.outliers or (),
+            outliers=tap.outliers,
             full=full,
             implementation=self.implementation,
-            threads=self.threads,
+            threads=1 if self._over_taps(len(self.alignment.taps)) else self.threads,
         )
+
+
+def _control_rows(width: int) -> int:
+    """How many of a tap's first rows the controls run on."""
+    return max(2, min(CONTROL_ROWS, CONTROL_ELEMENTS // width))
 
 
 def judged_error(stats: PairStats) -> Kept:
@@ -308,231 +423,3 @@ def judged_error(stats: PairStats) -> Kept:
     error = np.maximum(stats.relative_l2(), stats.relative_l2(robust=True))
     one_sided = stats.field("bad_a") + stats.field("bad_b") > 2 * stats.field("bad_both")
     return np.where(one_sided, np.inf, error).astype(np.float32)
-
-
-def _outliers_wrong(tap: _Tap) -> bool:
-    """Whether the whole pass shows other massive channels than the sample did (a borderline one may pass)."""
-    if tap.channels is None or tap.outliers is None or not tap.rows:
-        return False
-    rms = np.sqrt(tap.channels[2] / tap.rows)
-    limit = OUTLIER_TIMES * float(np.median(rms))
-    true, chosen = set(pick_outliers(tap.channels[2] / tap.rows)), set(tap.outliers)
-    missed = [c for c in true - chosen if rms[c] > limit * _HYSTERESIS]
-    needless = [c for c in chosen - true if rms[c] < limit / _HYSTERESIS]
-    wrong = bool(missed or needless)
-    if wrong:
-        tap.outliers = tuple(sorted(true))
-    return wrong
-
-
-def _controls(tap: _Tap) -> tuple[ControlResult, ...]:
-    """Each control's answer at this tap."""
-    results = []
-    for name, evidence in tap.control.items():
-        if not evidence:
-            results.append(ControlResult(name=name, refused=None, because="it does not change this data"))
-            continue
-        joined = TapEvidence(
-            error=np.concatenate([part.error for part in evidence]),
-            cosine_gap=np.concatenate([part.cosine_gap for part in evidence]),
-            to_golden=_concatenated([part.to_golden for part in evidence]),
-            base_to_golden=_concatenated([part.base_to_golden for part in evidence]),
-        )
-        judgement = judge_tap(joined, tap.rules)
-        results.append(
-            ControlResult(name=name, refused=judgement.outcome == "fail", because=judgement.because)
-        )
-    return tuple(results)
-
-
-def _concatenated(parts: Sequence[NDArray[np.floating] | None]) -> NDArray[np.floating] | None:
-    """The parts in one, or None where one is missing."""
-    known = [part for part in parts if part is not None]
-    return np.concatenate(known) if known and len(known) == len(parts) else None
-
-
-def _result(tap: _Tap, policy: Policy) -> TapResult:
-    """Everything about one tap in numbers, with its verdict."""
-    pair, rules, gap, robust_gap = tap.pair, tap.rules, tap.joined("gap"), tap.joined("robust_gap")
-    t = dict(zip(FIELDS, tap.totals.tolist(), strict=True))
-    nonfinite = (int(t["bad_a"]), int(t["bad_b"]), int(t["bad_both"]))
-    count = max(1, tap.rows * pair.width - nonfinite[0] - nonfinite[1] + nonfinite[2])
-    judgement, controls = judge_tap(tap.evidence(), rules), _controls(tap)
-    faults = data_faults(
-        nonfinite=nonfinite,
-        zero_one_side=int(tap.zeros[2]),
-        dtypes=(pair.dtype_a, pair.dtype_b),
-        policy=policy,
-    )
-    errors = tap.joined("error")
-    channels = tap.channels if tap.channels is not None else np.zeros((3, pair.width))
-    return TapResult(
-        tap=pair.name,
-        layer=pair.layer,
-        layer_type=pair.layer_type,
-        dtypes=(pair.dtype_a, pair.dtype_b),
-        tokens=tap.rows,
-        width=pair.width,
-        cosine_mean=1 - float(np.mean(gap, dtype=np.float64)),
-        cosine_min=1 - float(gap.max()),
-        cosine_p01=1 - float(np.quantile(gap, 0.99)),
-        robust_cosine_min=1 - float(robust_gap.max()),
-        cosine_flat=_quotient(t["dot"], (t["aa"] * t["bb"]) ** 0.5),
-        relative_l2=_quotient(t["dd"], t["bb"]) ** 0.5,
-        robust_relative_l2=_quotient(t["dd_r"], t["bb_r"]) ** 0.5,
-        error_rms=rms(errors),
-        error_max=float(errors.max()),
-        max_abs=t["max_abs"],
-        mean_abs=t["sum_abs"] / count,
-        mean=(t["sum_a"] / count, t["sum_b"] / count),
-        std=(_std(t["aa"], t["sum_a"], count), _std(t["bb"], t["sum_b"], count)),
-        nonfinite=nonfinite,
-        zero_rows=(int(tap.zeros[0]), int(tap.zeros[1]), int(tap.zeros[2])),
-        ulp=tuple(tap.ulp.tolist()) if tap.ulp is not None else None,
-        outliers=tap.outliers or (),
-        recomputed=tap.recomputed,
-        floor_name=rules.floor_name,
-        floor_rms=rules.floor.rms,
-        floor_token=rules.floor.token,
-        judgement=judgement,
-        faults=faults,
-        controls=controls,
-        outcome=_verdict(judgement, faults, controls),
-        token_errors=errors,
-        channel_errors=ratio(np.sqrt(channels[0]), np.sqrt(channels[2])).astype(np.float32),
-    )
-
-
-def _verdict(judgement: Judgement, faults: Sequence[str], controls: Sequence[ControlResult]) -> Outcome:
-    """A tap passes only where its gate refused every control that could be made, and at least one could."""
-    if faults or judgement.outcome != "pass":
-        return "fail" if faults else judgement.outcome
-    if any(control.refused is False for control in controls):
-        return "error"
-    return "pass" if any(control.refused for control in controls) else "skipped"
-
-
-def _quotient(top: float, bottom: float) -> float:
-    """top / bottom; equal zeros give 0, anything else over 0 gives inf."""
-    return top / bottom if bottom else (0.0 if top == 0 else float("inf"))
-
-
-def _std(squares: float, total: float, count: int) -> float:
-    """Standard deviation from a sum of squares and a sum."""
-    return math.sqrt(max(0.0, squares / count - (total / count) ** 2))
-
-
-def _comparison(
-    reader: _Reader,
-    alignment: Alignment,
-    gathered: Sequence[_Tap],
-    results: tuple[TapResult, ...],
-    policy: Policy,
-    began: float,
-) -> Comparison:
-    """Put the parts together and find where the difference begins."""
-    a, b, golden = reader.a.manifest, reader.b.manifest, reader.golden
-    # A tap that fails only by its dtype has no first token.
-    failing = [
-        tap
-        for tap, result in zip(gathered, results, strict=True)
-        if result.judgement.outcome == "fail" or any(result.nonfinite) or result.zero_rows[2]
-        if result.outcome == "fail"
-    ]
-    first = first_bad(
-        [tap.pair.name for tap in failing],
-        {tap.pair.name: tap.columns["error"] for tap in failing[:1]},
-        {tap.pair.name: tap.rules.floor.token for tap in failing[:1]},
-    )
-    places = _Places(alignment.requests, gathered)
-    loose = tuple(item for item in alignment.unpaired if item.kind != "dtype" or not policy.allow_other_dtype)
-    missing = [tap.pair.name for tap in gathered if golden is not None and "to_golden" not in tap.columns]
-    notes = alignment.notes
-    if missing:
-        notes += (f"the golden holds no {', '.join(missing)}: judged by the floor",)
-    return Comparison(
-        sides=(str(reader.a.path), str(reader.b.path)),
-        backends=(_backend(a), _backend(b)),
-        dtypes=(a.dtype, b.dtype),
-        modes=(a.mode, b.mode),
-        target=a.target.name,
-        gate=_overall_gate(gathered),
-        golden=str(golden.path) if golden is not None else None,
-        requests=len(alignment.requests),
-        tokens=sum(pair.rows for pair in alignment.requests),
-        taps=results,
-        unpaired=loose,
-        notes=notes,
-        proof_problems=tuple(
-            f"side {side}: {text}"
-            for side, manifest in (("a", a), ("b", b))
-            for text in manifest.backend.problems
-            or (() if manifest.backend.valid else ("the trace is marked invalid",))
-        ),
-        identity=identity_differences(a, b),
-        first_bad=places.place(first) if first is not None else None,
-        worst=places.worst(),
-        heat=HeatMap.of({tap.pair.name: tap.columns["error"] for tap in gathered}),
-        implementation=reader.implementation,
-        seconds=time.perf_counter() - began,
-    )
-
-
-def _backend(manifest: Manifest) -> str:
-    """`delta+conv` as requested."""
-    return "+".join(manifest.backend.requested.get(part, "?") for part in ("delta", "conv"))
-
-
-def _overall_gate(gathered: Sequence[_Tap]) -> Gate:
-    """`kernel` as soon as one tap was rounded to less than float32."""
-    return "kernel" if any(tap.rules.gate == "kernel" for tap in gathered) else "semantic"
-
-
-@dataclass
-class _Places:
-    """Finds tokens by tap, request and position."""
-
-    requests: tuple[RequestPair, ...]
-    taps: Sequence[_Tap]
-
-    def place(self, at: FirstBad) -> TokenPlace:
-        """All that is known of one token at one tap."""
-        tap = next(tap for tap in self.taps if tap.pair.name == at.tap)
-        entry = self.requests[at.request].a
-        error, gap = (float(tap.columns[name][at.request][at.token]) for name in ("error", "gap"))
-        return TokenPlace(
-            tap=at.tap,
-            layer=tap.pair.layer,
-            request=entry.id,
-            token=at.token,
-            token_id=entry.token_ids[at.token],
-            text=entry.token_texts[at.token] if at.token < len(entry.token_texts) else "",
-            error=error,
-            cosine=1 - gap,
-            times_limit=float(self._times_limit(tap, at.request)[at.token]),
-        )
-
-    def worst(self) -> tuple[TokenPlace, ...]:
-        """The tokens furthest beyond (or nearest to) their limit, each with the tap where it is worst."""
-        ranked: list[tuple[float, int, int, int]] = []
-        for request in range(len(self.requests)):
-            times = np.stack([self._times_limit(tap, request) for tap in self.taps])
-            peak = times.max(axis=0)
-            for token in np.argsort(-peak, kind="stable")[:WORST_TOKENS]:
-                ranked.append((-float(peak[token]), request, int(token), int(times[:, token].argmax())))
-        ranked = [entry for entry in sorted(ranked) if entry[0] < 0][:WORST_TOKENS]
-        return tuple(
-            self.place(FirstBad(self.taps[tap].pair.name, request, token))
-            for _, request, token, tap in ranked
-        )
-
-    def _times_limit(self, tap: _Tap, request: int) -> NDArray[np.floating]:
-        """[tokens] what was held against the limit, over that limit."""
-        rows = {name: values[request] for name, values in tap.columns.items()}
-        values, _, limit, _ = TapEvidence(
-            error=rows["error"],
-            cosine_gap=rows["gap"],
-            to_golden=rows.get("to_golden"),
-            base_to_golden=rows.get("base_to_golden"),
-        ).measure(tap.rules)
-        return ratio(np.asarray(values, np.float64), np.float64(limit.token))

@@ -8,11 +8,12 @@ serves CUDA tensors and small inputs, for which a compiler would cost more than 
     stats.relative_l2(robust=True)         # [tokens], |a - b| / |b| without the massive channels
 
 The contract. `a` is the candidate and `b` the reference. An element that is not finite on either side
-is left out of every sum and counted. `robust` sums leave out the channels in `outliers`. Sums agree with
-float64 to 1e-6 (of |a||b| for the dot product, of sum |x| for sums of signed numbers). A row's sums
-depend on that row alone and channel sums are combined over fixed blocks of rows in a fixed tree, so that
-shards of whole blocks merge to the same bits as one pass. (Same implementation and same CPU features:
-numba's lanes are as wide as the machine's.)
+is left out of every sum and counted; on both sides at once only where both are NaN, or one infinity.
+`robust` sums leave out the channels in `outliers`. Sums agree with float64 to 1e-6 (of |a||b| for the dot
+product, of sum |x| for sums of signed numbers); in a channel's sums, elements below 1e-18 of a narrow format
+may count as 0 where their row is larger. A row's sums depend on that row alone and channel sums are combined
+over fixed blocks of rows in a fixed tree, so that shards of whole blocks merge to the same bits as one pass.
+All additions have a fixed order, so that machines agree too (same implementation: they differ).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,19 +25,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from parity.massive import MAX_OUTLIERS as MAX_OUTLIERS
+from parity.massive import OUTLIER_TIMES as OUTLIER_TIMES
+from parity.massive import channel_mean_square as channel_mean_square
+from parity.massive import pick_outliers as pick_outliers
+
 Floats = NDArray[np.float64]
 Implementation = Literal["numba", "torch"]
 
 BLOCK_ROWS = 256
 """Rows of one leaf of the merge tree. Shards begin at multiples of it."""
 NUMBA_FROM_BYTES = 128 << 20
-"""Bytes of both sides above which numba pays. Measured on one thread with tests/bench/bench_compare.py:
-torch .2 GB/s; numba 6 GB/s after .8 s for its import and the cached code, or 3 s for a first compile."""
-MAX_OUTLIERS = 8
-OUTLIER_TIMES = 6.0
-"""A channel is massive where its rms exceeds this many medians: ordinary hidden channels stay within
-about 3 of the median, massive activations are 100 to 10,000 (Sun et al. 2024, arXiv 2402.17762)."""
-SAMPLE_ROWS = 64
+"""Bytes of both sides above which numba pays. Measured on one thread with tests/bench/bench_compare.py: the full set
+by torch .2 GB/s; by numba 12 GB/s after .8 s for its import and the cached code, or 5 s for a first compile."""
+_AT_ONCE = 1 << 21
+"""Elements of each side that one call takes: enough that calling costs nothing, few enough to share out."""
+_CACHED = 512 << 10
+"""Bytes of both sides that stay in a core's second-level cache, half of it on common machines."""
+_LANES_HOLD = {True: (2.0**-80, 2.0**120), False: (2.0**-900, 2.0**1000)}
+"""Narrow formats or not: |a|^2 and |b|^2 of a row that float32 (float64) lanes can neither overflow nor lose."""
 ULP_EDGES = (0, 1, 4, 16, 64)
 FIELDS = (
     "dot",
@@ -191,22 +198,6 @@ def _folded(nodes: dict[tuple[int, int], Floats]) -> dict[tuple[int, int], Float
     return nodes
 
 
-def channel_mean_square(b: torch.Tensor, rows: int = SAMPLE_ROWS) -> Floats:
-    """[channels] mean square of evenly spaced rows of the reference; what is not finite counts as 0."""
-    step = max(1, b.shape[0] // rows)
-    sample = b[::step][:rows].to(torch.float64)
-    return np.asarray(torch.where(torch.isfinite(sample), sample, 0.0).square().mean(0).cpu().numpy())
-
-
-def pick_outliers(mean_square: Floats) -> tuple[int, ...]:
-    """The massive channels: rms above OUTLIER_TIMES the median, the largest first, at most MAX_OUTLIERS and
-    at most one in 16 channels; returned in channel order."""
-    rms = np.sqrt(mean_square)
-    above = np.flatnonzero(rms > OUTLIER_TIMES * np.median(rms)) if np.median(rms) > 0 else np.array([], int)
-    largest = above[np.argsort(-rms[above], kind="stable")][: min(MAX_OUTLIERS, rms.size // 16)]
-    return tuple(sorted(int(channel) for channel in largest))
-
-
 def choose(bytes_of_both_sides: int, *, cuda: bool = False) -> Implementation:
     """Which implementation to use. Decide once a comparison, never a shard: they differ in the last bits."""
     return "torch" if cuda or bytes_of_both_sides < NUMBA_FROM_BYTES else "numba"
@@ -235,39 +226,45 @@ def pair_stats(
     run = _numba_runner(a, b, full) if implementation == "numba" else _torch_runner(a, b, full)
     left_out = tuple(sorted(outliers))
     rows, width = a.shape
-    ranges = [slice(at, min(rows, at + BLOCK_ROWS)) for at in range(0, rows, BLOCK_ROWS)]
+    step = BLOCK_ROWS * max(1, _AT_ONCE // (BLOCK_ROWS * max(1, width)))
+    ranges = [slice(at, min(rows, at + step)) for at in range(0, rows, step)]
     if threads > 1:
         with ThreadPoolExecutor(threads) as pool:
-            blocks = list(pool.map(lambda block: run(block, left_out), ranges))
+            parts = list(pool.map(lambda part: run(part, left_out), ranges))
     else:
-        blocks = [run(block, left_out) for block in ranges]
-    sums = np.concatenate([np.zeros((len(FIELDS), 0)), *(block[0] for block in blocks)], axis=1)
+        parts = [run(part, left_out) for part in ranges]
+    sums = np.concatenate([part[0] for part in parts], axis=1) if parts else np.zeros((len(FIELDS), 0))
     if not full:
         return PairStats(start, width, left_out, sums, None, None)
-    nodes = _folded({(0, start // BLOCK_ROWS + at): block[1] for at, block in enumerate(blocks)})
-    ulp = sum((block[2] for block in blocks), np.zeros(6, np.int64)) if a.dtype == b.dtype else None
+    blocks = (block for part in parts for block in part[1])
+    nodes = _folded({(0, start // BLOCK_ROWS + at): block for at, block in enumerate(blocks)})
+    ulp = sum((part[2] for part in parts), np.zeros(6, np.int64)) if a.dtype == b.dtype else None
     return PairStats(start, width, left_out, sums, nodes, ulp)
 
 
-Block = tuple[Floats, Floats, NDArray[np.int64]]
-"""Of one block of rows: sums [fields, rows], channels [3, width] and ULP counts [6] (zeros if not asked)."""
-Runner = Callable[[slice, tuple[int, ...]], Block]
+Blocks = tuple[Floats, Floats, NDArray[np.int64]]
+"""Of some blocks of rows: sums [fields, rows], channel sums [blocks, 3, width] and ULP counts [6] (zeros if not
+asked)."""
+Runner = Callable[[slice, tuple[int, ...]], Blocks]
 
 
 def _torch_runner(a: torch.Tensor, b: torch.Tensor, full: bool) -> Runner:
     """The torch implementation: float64 throughout, in pieces of about a million elements."""
     piece = max(1, min(BLOCK_ROWS, (1 << (24 if a.is_cuda else 17)) // max(1, a.shape[1])))
 
-    def run(block: slice, outliers: tuple[int, ...]) -> Block:
-        sums, channels, ulp = [], np.zeros((3, a.shape[1])), np.zeros(6, np.int64)
-        for at in range(block.start, block.stop, piece):
-            rows = slice(at, min(block.stop, at + piece))
-            part, squares = _torch_piece(a[rows], b[rows], outliers, full)
-            sums.append(part)
-            channels += squares
-            if full:
-                ulp += _torch_ulp(a[rows], b[rows]) if a.dtype == b.dtype else 0
-        return np.concatenate(sums, axis=1), channels, ulp
+    def run(rows: slice, outliers: tuple[int, ...]) -> Blocks:
+        sums, channels, ulp = [], [], np.zeros(6, np.int64)
+        for first in range(rows.start, rows.stop, BLOCK_ROWS):
+            end, total = min(rows.stop, first + BLOCK_ROWS), np.zeros((3, a.shape[1]))
+            for at in range(first, end, piece):
+                some = slice(at, min(end, at + piece))
+                part, squares = _torch_piece(a[some], b[some], outliers, full)
+                sums.append(part)
+                total += squares
+                if full and a.dtype == b.dtype:
+                    ulp += _torch_ulp(a[some], b[some])
+            channels.append(total)
+        return np.concatenate(sums, axis=1), np.stack(channels), ulp
 
     return run
 
@@ -280,13 +277,14 @@ def _torch_piece(
     counts = x.new_zeros(3, x.shape[0])
     if not bool(torch.isfinite(x.sum() + y.sum())):
         good_a, good_b = torch.isfinite(x), torch.isfinite(y)
-        counts = torch.stack([(~good_a).sum(1), (~good_b).sum(1), (~good_a & ~good_b).sum(1)]).to(
+        same = (x == y) | (torch.isnan(x) & torch.isnan(y))
+        counts = torch.stack([(~good_a).sum(1), (~good_b).sum(1), (~good_a & ~good_b & same).sum(1)]).to(
             torch.float64
         )
         x, y = torch.where(good_a & good_b, x, 0.0), torch.where(good_a & good_b, y, 0.0)
     squares = np.zeros((3, x.shape[1]))
     if full:
-        squares = np.asarray(torch.stack([(side * side).sum(0) for side in (x - y, x, y)]).cpu().numpy())
+        squares = np.asarray(_tree(torch.stack([(side * side).T for side in (x - y, x, y)])).cpu().numpy())
     index = torch.tensor(outliers, dtype=torch.int64, device=x.device)
     massive = _torch_sums(x[:, index], y[:, index])
     x[:, index], y[:, index] = 0.0, 0.0
@@ -295,14 +293,26 @@ def _torch_piece(
     return np.asarray(torch.cat((both, rest[:4], counts)).cpu().numpy()), squares
 
 
+def _tree(values: torch.Tensor) -> torch.Tensor:
+    """[..., n] summed over n in a fixed tree of elementwise additions: torch's own sum adds in as many lanes as
+    the machine is wide."""
+    while values.shape[-1] > 1:
+        half, odd = values.shape[-1] // 2, values.shape[-1] % 2
+        joined = values[..., :half] + values[..., half : 2 * half]
+        if odd:
+            joined[..., 0] += values[..., -1]
+        values = joined
+    return values[..., 0]
+
+
 def _torch_sums(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """[8, rows] the first eight FIELDS of two finite float64 tensors."""
     if not x.shape[1]:
         return x.new_zeros(8, x.shape[0])
     d = x - y
-    products = [torch.bmm(p[:, None], q[:, :, None])[:, 0, 0] for p, q in ((x, y), (x, x), (y, y), (d, d))]
+    products = [_tree(p * q) for p, q in ((x, y), (x, x), (y, y), (d, d))]
     size = d.abs_()
-    return torch.stack([*products, size.sum(1), x.sum(1), y.sum(1), size.amax(1)])
+    return torch.stack([*products, _tree(size), _tree(x), _tree(y), size.amax(1)])
 
 
 def _torch_ulp(a: torch.Tensor, b: torch.Tensor) -> NDArray[np.int64]:
@@ -328,30 +338,19 @@ def _numba_runner(a: torch.Tensor, b: torch.Tensor, full: bool) -> Runner:
         side.contiguous().view(_INTEGER[side.dtype][0]).numpy().view(_INTEGER[side.dtype][1])
         for side in (a, b)
     )
-    narrow = max(a.element_size(), b.element_size()) < 4
-    # Magnitudes whose squares the lanes can neither overflow nor lose; rows beyond take the exact loop.
-    limits = (
-        (np.float32(2.0**-50), np.float32(2.0**55))
-        if narrow
-        else (np.float64(2.0**-480), np.float64(2.0**480))
-    )
-    loop_rows, loop_channels, loop_ulp = compiled()
-    # Pieces of rows that stay in the second-level cache between the three loops.
-    piece = max(8, (512 << 10) // max(1, a.shape[1] * (a.element_size() + b.element_size())) & -8)
+    low, high = _LANES_HOLD[max(a.element_size(), b.element_size()) < 4]
+    level = 0 if not full else 2 if a.dtype == b.dtype else 1
+    # A multiple of 8 rows that stays in the second-level cache between the loops over it.
+    piece = max(8, (_CACHED >> 3) // max(1, a.shape[1] * (a.element_size() + b.element_size())) * 8)
+    loops = compiled()
 
-    def run(block: slice, outliers: tuple[int, ...]) -> Block:
-        sums = np.zeros((block.stop - block.start, len(FIELDS)))
-        channels, ulp = np.zeros((3, a.shape[1])), np.zeros(6, np.int64)
-        left_out = np.array(outliers, np.int64)
-        for at in range(block.start, block.stop, piece):
-            rows = slice(at, min(block.stop, at + piece))
-            plain = np.ones(rows.stop - rows.start, np.bool_)
-            part = sums[at - block.start :][: plain.size]
-            loop_rows(left[rows], right[rows], left_out, *limits, part, plain)
-            if full:
-                loop_channels(left[rows], right[rows], limits[0] - limits[0], plain, channels)
-                if a.dtype == b.dtype:
-                    loop_ulp(left[rows], right[rows], ulp)
-        return np.ascontiguousarray(sums.T), channels, ulp
+    def run(rows: slice, outliers: tuple[int, ...]) -> Blocks:
+        count = rows.stop - rows.start
+        sums, ulp = np.zeros((count, len(FIELDS))), np.zeros(6, np.int64)
+        channels = np.zeros((-(-count // BLOCK_ROWS), 3, a.shape[1]) if full else (0, 3, 1))
+        mask = np.full(a.shape[1], 0xFFFF, np.uint16)
+        mask[list(outliers)] = 0
+        loops(left[rows], right[rows], mask, low, high, BLOCK_ROWS, piece, level, (sums, channels, ulp))
+        return sums.T, channels, ulp
 
     return run

@@ -100,21 +100,48 @@ class HeatMap:
     """First token position of each column."""
     values: tuple[tuple[float, ...], ...]
     """[tap][column]."""
+    texts: tuple[tuple[str, ...], ...] = ()
+    """[tap][column], the text of the token with that error; empty where no texts were given."""
 
     @classmethod
-    def of(cls, errors: Mapping[str, Sequence[Kept]], columns: int = 96) -> "HeatMap":
-        """From each tap's [tokens] errors, one array a request; at most `columns` ranges of positions."""
+    def of(
+        cls, errors: Mapping[str, Sequence[Kept]], columns: int = 96, texts: Sequence[Sequence[str]] = ()
+    ) -> "HeatMap":
+        """From each tap's [tokens] errors, one array a request; at most `columns` ranges of positions.
+
+        `texts` are the tokens of each request; a request without any shows none.
+        """
         longest = max(row.size for rows in errors.values() for row in rows)
         step = -(-longest // columns)
         starts = tuple(range(0, longest, step))
-        values = []
+        values, named = [], []
         for rows in errors.values():
-            worst = np.zeros(len(starts), np.float32)
-            for row in rows:
+            worst, request = np.zeros(len(starts), np.float32), np.zeros(len(starts), np.int64)
+            for index, row in enumerate(rows):
                 peaks = np.maximum.reduceat(row, np.arange(0, row.size, step))
+                request[: peaks.size][~(peaks <= worst[: peaks.size])] = index  # a nan is the worst
                 worst[: peaks.size] = np.maximum(worst[: peaks.size], peaks)
             values.append(tuple(worst.tolist()))
-        return cls(taps=tuple(errors), starts=starts, values=tuple(values))
+            if texts:
+                places = [
+                    (i, start + int(np.argmax(rows[i][start : start + step])) if start < rows[i].size else -1)
+                    for i, start in zip(request.tolist(), starts, strict=True)
+                ]
+                named.append(tuple(texts[i][at] if 0 <= at < len(texts[i]) else "" for i, at in places))
+        return cls(taps=tuple(errors), starts=starts, values=tuple(values), texts=tuple(named))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Escalation:
+    """What to capture in full, where sketches fail or come too near a limit."""
+
+    taps: tuple[str, ...]
+    """Patterns for `parity capture --taps`."""
+    request: str
+    tokens: tuple[int, int]
+    """First and last token of that request that may be beyond the limit."""
+    error: float
+    """The largest estimated error among them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,8 +169,11 @@ class Comparison:
     first_bad: TokenPlace | None
     worst: tuple[TokenPlace, ...]
     heat: HeatMap
-    implementation: Literal["numba", "torch"]
+    implementation: Literal["numba", "torch", "sketch"]
+    """What computed the numbers; `sketch`: a side is a sketch, they are estimates."""
     seconds: float
+    escalations: tuple[Escalation, ...] = ()
+    """For estimates: what a full capture has to show."""
 
     @property
     def outcome(self) -> Outcome:

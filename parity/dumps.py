@@ -22,7 +22,7 @@ from parity.dumps_trace import Dump as Dump
 from parity.dumps_trace import dump_of, state_width, unsplit
 from parity.errors import NothingComparable, ParityError
 from parity.sketch import open_trace
-from parity.trace import MANIFEST, PARTIAL, SCHEMA, RequestEntry, Trace
+from parity.trace import MANIFEST, PARTIAL, SCHEMA, SKETCH_SCHEMA, RequestEntry, Trace
 
 Letter = Literal["a", "b"]
 
@@ -80,7 +80,8 @@ def is_trace(path: Path) -> bool:
         data = json.loads(manifest.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError):
         return any(path.glob("request-*.safetensors"))
-    return isinstance(data, dict) and str(data.get("schema")).startswith(SCHEMA.partition("/")[0])
+    ours = (SCHEMA.partition("/")[0], SKETCH_SCHEMA.partition("/")[0])
+    return isinstance(data, dict) and str(data.get("schema")).startswith(ours)
 
 
 def open_pair(

@@ -9,6 +9,7 @@ capture is resumed at the request. Nothing in a trace is executed: no pickle, no
     trace.tensor("r0", "layer.3.out")      # [tokens, width], memory-mapped
 """
 
+import hashlib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from parity.errors import ParityError
 
@@ -28,9 +29,15 @@ if TYPE_CHECKING:
     import torch
 
 SCHEMA = "parity-trace/1"
+SKETCH_SCHEMA = "parity-sketch/1"
+"""The same folder, but of each tap a norm and a projection a token (`parity.model.sketching`)."""
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
 LAYER_IDS = "decoder layer i is 0-based; layer.i.out is its output, transformers' hidden_states[i + 1]"
+NOT_STATED = "not stated"
+"""What a manifest says where its writer does not know: another tool's dump (`parity.dumps`) names no backend."""
+_ONE_OF_EACH: dict[Any, Any] = {}
+"""The one object that stands for all equal token ids, or texts."""
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}\.safetensors")
 
 Norm = Literal["none", "pre", "post"]
@@ -73,6 +80,13 @@ class RequestEntry(_Record):
     shard: str = ""
     rows: int = 0
     notes: tuple[str, ...] = ()
+
+    @field_validator("token_ids", "token_texts")
+    @classmethod
+    def _shared(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Equal ids and texts as one object each: a trace of a million tokens has no more than a vocabulary of them,
+        and there are two sides."""
+        return tuple(_ONE_OF_EACH.setdefault(value, value) for value in values)
 
 
 class TargetIdentity(_Record):
@@ -118,6 +132,15 @@ class BackendProof(_Record):
         return self
 
 
+class SketchInfo(_Record):
+    """How the tensors of a sketch trace were made from the taps that its manifest describes."""
+
+    dims: int = Field(ge=1, le=4096)
+    """Length of each token's projection."""
+    seed: int = Field(ge=0)
+    """Of the random signs: two sketches can be compared where it is equal."""
+
+
 class Manifest(_Record):
     """All that is needed to judge a trace without the machine it was made on."""
 
@@ -138,8 +161,16 @@ class Manifest(_Record):
     fingerprint: str
     """Hash of everything that was asked for; a resumed capture must match it."""
     environment: dict[str, str]
+    sketch: SketchInfo | None = None
+    """Set exactly where the schema is that of a sketch."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    @model_validator(mode="after")
+    def _sketch_by_name(self) -> "Manifest":
+        if (self.sketch is not None) != (self.schema_version == SKETCH_SCHEMA):
+            raise ValueError("a sketch says how it was made, and its schema says that it is one")
+        return self
 
 
 class Trace:
@@ -154,8 +185,19 @@ class Trace:
 
     @classmethod
     def open(cls, path: str | Path) -> "Trace":
-        """Open a trace folder. Raises ParityError where it is missing, foreign, unfinished or damaged."""
-        folder = Path(path)
+        """Open a trace folder. Raises ParityError where it is missing, foreign, unfinished, damaged or a sketch."""
+        trace = cls.of_folder(Path(path))
+        if trace.manifest.sketch is not None:
+            raise ParityError(
+                f"the tensors of {path}",
+                "a sketch: a norm and a projection a token",
+                "use `parity compare`, which reads sketches, or capture without --sketch",
+            )
+        return trace
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "Trace":
+        """A finished trace or sketch in a folder. Raises ParityError as `open` does."""
         manifest = read_manifest(folder)
         for entry in manifest.requests:
             if not _SHARD_NAME.fullmatch(entry.shard) or not (folder / entry.shard).is_file():
@@ -216,6 +258,17 @@ class Trace:
             )
         return tensor
 
+    def digest(self) -> str:
+        """A checksum of the manifest, and of its shards' sizes and times: what has to be unchanged for a work that
+        is resumed."""
+        found = hashlib.sha256(self.manifest.model_dump_json(by_alias=True).encode())
+        for shard in sorted({entry.shard for entry in self.manifest.requests}):
+            file = self.path / shard
+            if shard and file.is_file():
+                state = file.stat()
+                found.update(f"{shard} {state.st_size} {state.st_mtime_ns}".encode())
+        return found.hexdigest()
+
     def _open_shard(self, shard: str) -> Any:
         from safetensors import safe_open
 
@@ -241,7 +294,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"the manifest {file}", f"no readable JSON ({error})", "capture the trace again"
         ) from error
     schema = data.get("schema") if isinstance(data, dict) else None
-    if schema != SCHEMA:
+    if schema not in (SCHEMA, SKETCH_SCHEMA):
         raise ParityError(
             f"a manifest of schema {SCHEMA} in {file}",
             f"schema {schema!r}",
@@ -293,7 +346,7 @@ class TraceWriter:
                     "remove that folder, or choose another --out",
                 )
             with _told(self.out):
-                _write_atomically(mark, fingerprint.encode())
+                write_atomically(mark, fingerprint.encode())
         self.entries: dict[str, RequestEntry] = {}
         self.refresh()
 
@@ -321,11 +374,12 @@ class TraceWriter:
         *,
         proof: BackendProof | None = None,
         position: int | None = None,
+        further: Mapping[str, "torch.Tensor"] | None = None,
     ) -> None:
         """Write one request's taps ([tokens, width] each), its entry, and the proof of who computed it.
 
         `position` is the request's place in canonical order; it names the shard, so that several
-        processes write one trace without agreeing on anything else.
+        processes write one trace without agreeing on anything else. `further` tensors have no row a token.
         """
         from safetensors.torch import save_file
 
@@ -341,7 +395,7 @@ class TraceWriter:
             {"proof": proof.model_dump_json()} if proof else {}
         )
         with _told(self.out):
-            save_file(_unshared(tensors), temporary, metadata=metadata)
+            save_file(_unshared({**tensors, **(further or {})}), temporary, metadata=metadata)
             os.replace(temporary, self.partial / shard)
         self.entries[entry.id] = entry
 
@@ -370,12 +424,12 @@ class TraceWriter:
         )
         for file in self.partial.glob("*.writing"):
             file.unlink()
-        _write_atomically(self.partial / MANIFEST, manifest.model_dump_json(by_alias=True, indent=1).encode())
+        write_atomically(self.partial / MANIFEST, manifest.model_dump_json(by_alias=True, indent=1).encode())
         os.replace(self.partial, self.out)
         (self.out / "fingerprint").unlink(
             missing_ok=True
         )  # last: shards without it could be taken for others
-        return Trace.open(self.out)
+        return Trace.of_folder(self.out)
 
     def _finished(self) -> Iterator[RequestEntry]:
         """Entries of the shards that were written whole; an unreadable shard is removed, to be redone."""
@@ -446,7 +500,7 @@ def _unshared(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"
     return result
 
 
-def _write_atomically(file: Path, content: bytes) -> None:
+def write_atomically(file: Path, content: bytes) -> None:
     """Write a file so that a reader, or a crash, never sees half of it."""
     # A name of its own: two ranks that begin one trace write the same file at the same time.
     temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}.writing")

@@ -73,6 +73,7 @@ class Server:
             "tokenize": self.tokenize,
             "capture": self.capture,
             "replay": self.replay,
+            "graft": self.graft,
             "wrap": self.wrap,
             "self_test": self.self_test,
             "describe": self.describe,
@@ -133,6 +134,7 @@ class Server:
         rows: int = 1,
         operators: str | None = None,
         golden: bool = False,
+        sketch: bool = False,
         rank: int = 0,
         world: int = 1,
     ) -> dict[str, Any]:
@@ -151,6 +153,7 @@ class Server:
             local_from=local_from,
             rows=rows,
             operators=Path(operators) if operators else None,
+            sketch=sketch,
             rank=rank,
             world=world,
             problems=self.problems,
@@ -164,6 +167,29 @@ class Server:
         from parity.model.operators import replay
 
         return {"replayed": replay(Path(calls), Path(out), self._backend(golden))}
+
+    def graft(
+        self,
+        *,
+        spec: dict[str, Any],
+        reference: str,
+        progress: Callable[..., None],
+        requests: list[str] | None = None,
+    ) -> dict[str, Any]:
+        """Bisect to the layers that add error, against a trace of the other side."""
+        from dataclasses import asdict
+
+        from parity.graft import Grafts, bisect
+        from parity.trace import Trace
+
+        with Grafts(self.target(spec), self.backend) as grafts:
+            found = bisect(grafts, Trace.open(reference), requests=requests)
+        return {
+            "layers": found.layers,
+            "spread": found.spread,
+            "unseen": found.unseen,
+            "finding": asdict(found.finding("graft")),
+        }
 
     def _backend(self, golden: bool) -> backends.Backend:
         """Golden needs the same modules hidden as torch, so that one worker can do both."""

@@ -42,6 +42,9 @@ def capture(
     local_from: Annotated[
         Path | None, typer.Option(help="Feed each layer this trace's input (local error).")
     ] = None,
+    sketch: Annotated[
+        bool, typer.Option("--sketch", help="Keep a norm and a projection a token: 60 times smaller.")
+    ] = False,
     threads: Annotated[int, typer.Option(help="Threads of the worker.", min=1)] = 1,
 ) -> None:
     """Capture one trace: every tap of every request, with proof of who computed it. Resumable."""
@@ -64,6 +67,7 @@ def capture(
             complete_model=complete_model,
             new_tokens=new_tokens,
             local_from=local_from,
+            sketch=sketch,
             threads=threads,
         )
     except WorkerCrash as crash:

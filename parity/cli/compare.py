@@ -1,31 +1,120 @@
-"""`parity compare`: two traces, tap by tap and token by token."""
+"""`parity compare`: two traces, or dumps of other tools, tap by tap and token by token."""
 
 import sys
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from parity.errors import ParityError
+
+if TYPE_CHECKING:
+    from parity.reports.record import Report
+
+
+class Align(StrEnum):
+    """How rows without token ids are paired."""
+
+    tokens = "tokens"
+    order = "order"
+
 
 def compare(
-    a: Annotated[Path, typer.Argument(help="Trace of the candidate.", metavar="A")],
-    b: Annotated[Path, typer.Argument(help="Trace of the reference.", metavar="B")],
+    a: Annotated[Path | None, typer.Argument(help="Trace or dump of the candidate.", metavar="A")] = None,
+    b: Annotated[Path | None, typer.Argument(help="Trace or dump of the reference.", metavar="B")] = None,
     golden: Annotated[Path | None, typer.Option(help="A float64 trace of the same prompts.")] = None,
     taps: Annotated[list[str] | None, typer.Option(help="Tap or glob, repeatable; all by default.")] = None,
+    map_file: Annotated[
+        Path | None,
+        typer.Option("--map", help="YAML that names what a dump does not say: layers, axes, files."),
+    ] = None,
+    align: Annotated[
+        Align | None, typer.Option(help="Pair rows by token ids, or by order where a dump has none.")
+    ] = None,
     policy: Annotated[Path | None, typer.Option(help="YAML or JSON with limits per tap.")] = None,
     floor: Annotated[Path | None, typer.Option(help="JSON with measured benign differences.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for report.json and report.html.")] = None,
     threads: Annotated[int, typer.Option(help="Threads that read large tensors.", min=1)] = 1,
+    live: Annotated[
+        str | None,
+        typer.Option(
+            help="A model on which to run experiments: they decide between two faults. Works without A and B.",
+            metavar="MODEL",
+        ),
+    ] = None,
 ) -> None:
-    """Compare two traces: aligned by request, token and tap; names where the difference begins."""
-    from parity.cli.output import exit_code, new_folder, print_report, save_report
+    """Compare two traces or dumps: aligned by request, token and tap; names where the difference begins.
+
+    Dumps of speculators, SpecForge, ModelOpt, vLLM and SGLang, safetensors and npy files are told apart by content.
+    Under torchrun the ranks share the work. With --out an interrupted comparison goes on where it stopped.
+    Two conformance.json of checks are compared fact by fact.
+    """
+    from glob import escape
+
+    from parity.cli.output import counting, exit_code, new_folder
     from parity.compare import compare as compare_paths
     from parity.compare_report import report_of
+    from parity.diagnose import diagnose_or_why
+    from parity.dumps import open_pair
+    from parity.dumps_map import Mapping
+    from parity.dumps_report import with_sources
+    from parity.model.distributed import join, leave
 
     if out is not None:
         new_folder(out)
-    comparison = compare_paths(a, b, golden=golden, taps=taps, policy=policy, floor=floor, threads=threads)
-    report = report_of(comparison, " ".join(["parity", *sys.argv[1:]]))
+    if a is not None and b is not None and live is None:
+        from parity.conformance import compare_statements, is_statement, read
+
+        if is_statement(a) and is_statement(b):
+            _show(compare_statements(read(a), read(b)), out)
+    command = " ".join(["parity", *sys.argv[1:]])
+    if live is not None:
+        from parity.live import joined, prepare, tokens_of
+        from parity.live import live as experiments
+
+        prepare()
+    if a is None or b is None:
+        if live is None or a is not None:
+            raise ParityError("a comparison", "less than two traces", "name A and B, or a model with --live")
+        with counting("live", "experiments", True) as progress:
+            report = experiments(live, command=command, progress=progress)
+        _show(report, out)
+    mapping = Mapping.load(map_file) if map_file is not None else None
+    pair = open_pair(a, b, mapping, align=align.value if align is not None else None)
+    ranks = join("cpu")
+    with counting("compare", "tokens", ranks.first) as progress:
+        comparison = compare_paths(
+            pair.a.trace,
+            pair.b.trace,
+            golden=golden,
+            taps=taps if taps is not None or pair.taps is None else [escape(tap) for tap in pair.taps],
+            policy=policy,
+            floor=floor,
+            threads=threads,
+            ranks=ranks,
+            work=out.with_name(out.name + ".partial") if out is not None else None,
+            progress=progress,
+        )
+    leave(together=True)
+    if not ranks.first:  # the first rank speaks, and its exit code is torchrun's
+        raise typer.Exit(0)
+    named = diagnose_or_why(comparison, pair.a.trace, pair.b.trace)
+    report = with_sources(report_of(comparison, command, diagnosis=named), pair)
+    if not ranks.first:
+        raise typer.Exit(int(exit_code(report)))
+    if live is not None:
+        begins = comparison.first_bad.request if comparison.first_bad is not None else None
+        with counting("live", "experiments", True) as progress:
+            ids = tokens_of(pair.a.trace.requests, begins)
+            report = joined(report, experiments(live, ids=ids, diagnosis=named, progress=progress))
+    _show(report, out)
+
+
+def _show(report: "Report", out: Path | None) -> NoReturn:
+    """Save and print a report, and end with its exit code."""
+    from parity.cli.output import exit_code, print_report, save_report
+
     if out is not None:
         save_report(report, out)
     print_report(report)

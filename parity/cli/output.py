@@ -3,6 +3,8 @@
 import os
 import shutil
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from parity.errors import ExitCode, ParityError
@@ -39,6 +41,29 @@ def save_report(report: Report, folder: Path) -> None:
         temporary = folder / (name + ".writing")
         temporary.write_text(paint(report), encoding="utf-8")
         os.replace(temporary, folder / name)
+
+
+@contextmanager
+def counting(label: str, unit: str, shown: bool = True) -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar on standard error, where that is a terminal: call it with done, total, and what comes next."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, disable=not (shown and console.is_terminal), transient=True
+    ) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total, what: bar.update(
+            task, completed=done, total=total, description=f"{label} {what}"
+        )
 
 
 def exit_code(report: Report) -> ExitCode:

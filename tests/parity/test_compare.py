@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from parity.compare import compare, compare_traces
-from parity.compare_records import Comparison
+from parity.compare import compare, compare_traces, measure_floor
+from parity.compare_records import Comparison, HeatMap
 from parity.errors import NothingComparable, ParityError
 from parity.tolerance import Floor, Policy, TapLimits
 from parity.trace import Trace
@@ -138,6 +138,23 @@ def test_numbers_against_numpy(write_trace: WriteTrace, reference: Trace) -> Non
     assert np.allclose(tap.channel_errors, rms_error / rms_value, rtol=1e-5)
 
 
+def test_another_infinity_is_not_the_same(write_trace: WriteTrace) -> None:
+    """At one place, but of another kind: what only the option for equal places could accept is never accepted."""
+    for index, (mine, theirs) in enumerate(
+        [(float("inf"), float("-inf")), (float("nan"), float("inf")), (float("inf"), float("inf"))]
+    ):
+        states = hidden(8, 64).bfloat16()
+        other = states.clone()
+        states[3, 9], other[3, 9] = mine, theirs
+        a, b = (
+            write_trace(f"a{index}", {"r0": {"layer.0.out": states}}),
+            write_trace(f"b{index}", {"r0": {"layer.0.out": other}}),
+        )
+        found = compare_traces(a, b, policy=Policy(allow_nonfinite_at_same_place=True))
+        assert found.outcome == ("pass" if mine == theirs else "fail")
+        assert found.taps[0].nonfinite == (1, 1, int(mine == theirs))
+
+
 def test_nonfinite_at_the_same_place_is_an_option(write_trace: WriteTrace) -> None:
     states = hidden(8, 64).bfloat16()
     states[3, 9] = float("nan")
@@ -190,6 +207,49 @@ def test_an_unproven_backend_fails(write_trace: WriteTrace) -> None:
     a = write_trace("a", {"r0": taps}, backend="fla", problems=["layer 0 ran torch"])
     found = compare_traces(a, write_trace("b", {"r0": taps}))
     assert found.outcome == "fail" and found.proof_problems == ("side a: layer 0 ran torch",)
+
+
+def test_a_floor_is_measured_between_two_benign_runs(write_trace: WriteTrace, tmp_path: Path) -> None:
+    """A machine whose reruns differ by more than the default floor: its own reruns say so, and another machine's do
+    not speak for it."""
+    b = {"layer.0.out": hidden(64, 256)}
+    rerun = {"layer.0.out": noisy(b["layer.0.out"], 2e-5)}
+    for name, taps in (
+        ("a", {"layer.0.out": noisy(b["layer.0.out"], 3e-5, seed=8)}),
+        ("b", b),
+        ("rerun", rerun),
+    ):
+        write_trace(name, {"r0": taps})
+    assert compare(tmp_path / "a", tmp_path / "b").outcome == "fail"
+    found = compare(tmp_path / "a", tmp_path / "b", floor=tmp_path / "rerun")
+    assert found.outcome == "pass" and found.taps[0].floor_name == "measured: rerun" and found.notes == ()
+    truth = (rerun["layer.0.out"] - b["layer.0.out"]).double().norm(dim=1) / b["layer.0.out"].double().norm(
+        dim=1
+    )
+    floor = measure_floor(Trace.open(tmp_path / "rerun"), Trace.open(tmp_path / "b"))
+    assert floor.taps["layer.0.out"].token >= 0.99 * float(truth.max())
+    (tmp_path / "floor.json").write_text(floor.model_copy(update={"measured_on": "a B200"}).model_dump_json())
+    found = compare(tmp_path / "a", tmp_path / "b", floor=tmp_path / "floor.json")
+    assert found.notes == (
+        "the floor 'rerun' was measured on a B200, the sides on an unknown machine and an unknown machine",
+    )
+
+
+@pytest.mark.parametrize(
+    "change, found",
+    [
+        (lambda taps: taps | {"layer.1.out": taps["layer.0.out"]}, "tap layer.1.out"),
+        (lambda taps: {"layer.0.out": with_row(3, float("nan"))(taps["layer.0.out"])}, "not finite"),
+        (lambda taps: {"layer.0.out": taps["layer.0.out"].half()}, "dtype layer.0.out"),
+    ],
+)
+def test_what_is_no_floor(change: Callable[[Tensors], Tensors], found: str, write_trace: WriteTrace) -> None:
+    taps = {"layer.0.out": torch.randn(8, 48)}
+    b = write_trace("b", {"r0": taps})
+    with pytest.raises(ParityError, match=found):
+        measure_floor(write_trace("rerun", {"r0": change(taps)}), b)
+    with pytest.raises(ParityError, match="other values in w"):
+        measure_floor(write_trace("other", {"r0": taps}, weights={"w": "2"}), b)
 
 
 def test_controls_without_power_are_errors(write_trace: WriteTrace) -> None:
@@ -339,6 +399,16 @@ def test_heat_map_keeps_the_peak(write_trace: WriteTrace) -> None:
     peak = int(np.argmax(found.heat.values[0]))
     assert found.heat.starts[peak] <= 333 < found.heat.starts[peak] + 6
     assert found.heat.values[0][peak] == pytest.approx(2)
+    assert found.heat.texts[0][peak] == "t433"  # of the token itself (100 + 333), not of the column's first
+
+
+def test_heat_map_names_the_worst_requests_token() -> None:
+    errors = [np.array([0.1, 0.9, 0.2], np.float32), np.array([0.3, 0.1, 0.1, np.nan], np.float32)]
+    found = HeatMap.of({"t": errors}, columns=2, texts=[("a", "b", "c"), ("d", "e", "f", "g")])
+    assert found.starts == (0, 2) and found.values[0][0] == pytest.approx(0.9)
+    assert found.texts == (("b", "g"),)  # 0.9 of the first request; nan of the second outweighs 0.2
+    assert HeatMap.of({"t": errors}, columns=2, texts=[(), ("d",)]).texts == (("", ""),)
+    assert HeatMap.of({"t": errors}, columns=2).texts == ()
 
 
 def test_paths_progress_and_identity(write_trace: WriteTrace, tmp_path: Path) -> None:
@@ -353,7 +423,7 @@ def test_paths_progress_and_identity(write_trace: WriteTrace, tmp_path: Path) ->
         policy=tmp_path / "p.yaml",
         progress=lambda done, total, what: seen.append((done, total, what)),
     )
-    assert found.outcome == "pass" and seen == [(0, 1, "r0 layer.0.out"), (1, 1, "")]
+    assert found.outcome == "pass" and seen == [(8, 8, "r0")]
     assert found.identity == ("other values in layers.0.A_log", "only side b has v")
     assert found.taps[0].judgement.judged_by.startswith("policy")
     assert math.isclose(found.taps[0].cosine_min, 1.0)

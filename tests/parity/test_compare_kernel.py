@@ -1,5 +1,11 @@
 """Both implementations of the kernel against float64 numpy, and merging to the same bits."""
 
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -41,6 +47,9 @@ def pair(
         a[5, 1], b[5, 1], a[6, 2], b[6, 9] = float("nan"), float("nan"), float("nan"), float("nan")
         if dtype != torch.float8_e4m3fn:
             a[8, 3], b[8, 4] = float("inf"), float("-inf")
+            a[8, 5], b[8, 5] = float("inf"), float("inf")
+            a[8, 6], b[8, 6] = float("inf"), float("-inf")
+            a[8, 7], b[8, 7] = float("nan"), float("inf")
     return a.to(dtype), b.to(other or dtype)
 
 
@@ -51,7 +60,7 @@ def reference(a: torch.Tensor, b: torch.Tensor, outliers: tuple[int, ...]) -> di
     bad = {
         "bad_a": (~np.isfinite(x)).sum(1),
         "bad_b": (~np.isfinite(y)).sum(1),
-        "bad_both": (~np.isfinite(x) & ~np.isfinite(y)).sum(1),
+        "bad_both": (~np.isfinite(x) & ((x == y) | (np.isnan(x) & np.isnan(y)))).sum(1),
     }
     x, y = np.where(good, x, 0), np.where(good, y, 0)
     kept = [c for c in range(x.shape[1]) if c not in outliers]
@@ -214,6 +223,56 @@ def test_outliers_are_the_massive_channels() -> None:
     assert len(pick_outliers(channel_mean_square(b))) == MAX_OUTLIERS
     assert pick_outliers(np.zeros(64)) == ()
     assert pick_outliers(np.array([1.0, 1, 1, 1e6])) == ()  # too narrow to leave anything out
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_the_lanes_cannot_hold(dtype: torch.dtype, implementation: Implementation) -> None:
+    """Beside ordinary rows, rows that are tiny, huge, zero on one side, or huge in a left-out channel only."""
+    a, b = pair(dtype, rows=20, width=200, damaged=False)
+    top = torch.finfo(dtype).max
+    for side in (a, b):
+        side[1] *= 1e-25
+        side[3] = side[3].double().mul(1e25).to(dtype)
+        side[5, 7] = top / 4
+        side[6, 9] = 1e-38
+    b[4], a[8, 50:] = 0, 0
+    b[9, :], a[10] = -0.0, torch.full((200,), -0.0, dtype=dtype)
+    check(pair_stats(a, b, outliers=(7,), implementation=implementation), a, b, (7,))
+
+
+BITS = """
+import hashlib, numpy, torch
+from parity.compare_kernel import pair_stats
+rng = numpy.random.default_rng(0)  # torch's own normal numbers depend on the machine
+x = torch.from_numpy(rng.standard_normal((300, 700), numpy.float32))
+y = torch.from_numpy(rng.standard_normal((300, 700), numpy.float32)) * 0.01 + x
+y[5], x[7, 3] = 0, float("nan")
+for name in ("bfloat16", "float32"):
+    for implementation in ("numba", "torch"):
+        p, q = (side.to(getattr(torch, name)) for side in (x, y))
+        s = pair_stats(p, q, outliers=(5, 600), implementation=implementation)
+        digest = hashlib.sha256(s.sums.tobytes() + s.channels().tobytes() + s.ulp.tobytes()).hexdigest()
+        print(name, implementation, digest)
+"""
+
+
+@pytest.mark.slow  # what it compiles is kept for the next run
+def test_machines_of_other_widths_give_the_same_bits() -> None:
+    """The same sums compiled for 128-bit vectors without fused multiply-add, and for 256 bits, as for this CPU."""
+    if platform.machine() != "x86_64":
+        pytest.skip("the processors named here are x86-64")
+    root = str(Path(__file__).resolve().parents[2])
+    answers = set()
+    for numba_cpu, torch_capability in (("", ""), ("haswell", "avx2"), ("generic", "default")):
+        environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+        if numba_cpu:
+            environment |= {"NUMBA_CPU_NAME": numba_cpu, "ATEN_CPU_CAPABILITY": torch_capability}
+        done = subprocess.run(
+            [sys.executable, "-c", BITS], env=environment, capture_output=True, text=True, check=True
+        )
+        answers.add(done.stdout)
+    assert len(answers) == 1 and len(answers.pop().splitlines()) == 4
 
 
 def test_choice_of_implementation() -> None:
