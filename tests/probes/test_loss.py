@@ -11,7 +11,6 @@ from torch import Tensor
 from parity.model.anchors import Blocks
 from parity.model.loss import Objective, Teacher
 from parity.model.step import Wiring
-from parity.probes import loss as probe
 from parity.probes.adapters.asking import Subject, ask
 from parity.probes.adapters.at_head import SOFT, AtHead, row_ids, term_values
 from parity.probes.adapters.base import Reference, Shown
@@ -338,7 +337,3 @@ def test_a_loss_that_does_not_depend_on_hidden_is_an_error_of_the_adapter() -> N
 def test_a_factor_of_all_terms_is_told_as_a_denominator() -> None:
     answer = _answer({"recipe.loss.terms": {"ce": 1.0}}, configured(terms={"ce": 2.0}))
     assert answer.findings[0].fault == "loss-reduction"
-
-
-def test_probe_leaves_the_limit_where_the_design_has_it() -> None:
-    assert probe.FLOOR == 1e-6
