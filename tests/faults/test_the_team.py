@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from parity.model.presets import preset
+from parity.probes.adapters.asking import Subject, ask
 from parity.reports.record import Finding, Report
 from parity.runner import check
+from tests.faults.plants_inputs import wider
+from tests.faults.the_team import Faulty
 from tests.faults.wiring import builtin
 
 DECLARED = preset("unit").changed(
@@ -53,3 +56,19 @@ def test_the_suspicions_say_found(report: Report) -> None:
 def test_the_same_recipe_without_them_passes() -> None:
     builtin()  # the plants leave the classes as they are
     assert check(recipe=DECLARED, only=("noise", "loss", "labels")).outcome == "pass"
+
+
+@pytest.mark.parametrize("preset_name", ["unit", "tiny"])
+def test_the_statement_has_their_numbers(preset_name: str) -> None:
+    changes = {"recipe.noise": {"kind": "gaussian", "std": 0.05}, "recipe.block.size": 8}
+    adapter = builtin(changes, Faulty, preset_name=preset_name, then=wider)
+    answers = dict(ask(Subject(adapter), only=["noise", "inputs", "loss"]))
+    named = {name: [finding.fault for finding in answer.findings] for name, answer in answers.items()}
+    assert named["noise"][0] == "noise-on-teacher"
+    assert named["inputs"][0] == "fc-teacher"
+    assert named["loss"] == ["loss-terms", "loss-streak"]
+    statement = answers["loss"].statement
+    assert statement is not None
+    facts = dict(statement.facts)
+    assert facts["loss.share.kl"] == pytest.approx(0.7, abs=1e-3)
+    assert facts["loss.gamma"] == pytest.approx(10, abs=0.05)

@@ -14,9 +14,11 @@ import pytest
 from parity import runner
 from parity.capture import Worker, WorkerCrash
 from parity.errors import ParityError
+from parity.probes.table import TABLE
 from parity.reports import to_html, to_text
 from parity.reports.record import Finding, Report
 from parity.trace import Trace
+from parity.wiring import wiring_probes
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +32,18 @@ def finding(report: Report, name: str) -> Finding:
     return next(f for f in report.findings if f.name == name)
 
 
-def test_everything_passes_and_all_but_wiring_is_ruled_out(checked: tuple[Report, Path]) -> None:
+def test_everything_passes_and_every_suspicion_is_ruled_out(checked: tuple[Report, Path]) -> None:
     report, _ = checked
     assert report.outcome == "pass" and {f.outcome for f in report.findings} == {"pass"}
     verdicts = {s.name: s.verdict for s in report.suspicions}
-    assert verdicts.pop("the trainer's wiring is not what it is declared to be") == "not tested"
-    assert set(verdicts.values()) == {"ruled out"} and len(verdicts) == 10
+    assert set(verdicts.values()) == {"ruled out"} and len(verdicts) == 23
+
+
+def test_the_trainer_is_stated_beside_the_target(checked: tuple[Report, Path]) -> None:
+    report, _ = checked
+    assert report.conformance is not None and report.conformance.unanswered == ()
+    assert [statement.probe for statement in report.conformance.statements] == wiring_probes()
+    assert "gamma 4.00" in report.conformance.paragraph
 
 
 def test_interpreted_kernels_are_proven_on_every_linear_layer(checked: tuple[Report, Path]) -> None:
@@ -91,7 +99,8 @@ def test_traces_of_an_earlier_check_are_replaced_and_nothing_else(
 
 def test_hidden_fla_is_found_not_passed(tmp_path: Path) -> None:
     """fla hidden in the other worker: torch runs in its place, every number agrees, and the check fails."""
-    report = runner.check(hide=("fla",))
+    traced = [entry.name for entry in TABLE if entry.asks == "traces"]
+    report = runner.check(hide=("fla",), only=traced)
     dispatch = finding(report, "dispatch")
     assert report.outcome == "fail" and (dispatch.outcome, dispatch.fault) == ("fail", "dispatch")
     assert "fla's kernels could not be set up" in dispatch.sentence
