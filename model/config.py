@@ -23,7 +23,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from parity.errors import ParityError
 from parity.model.config_check import Key, Lines, flow, nearest, recipe_clashes, run_clashes
 
-
 Validated = TypeVar("Validated", bound=BaseModel)
 
 

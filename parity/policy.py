@@ -143,7 +143,8 @@ def _validated(kind: type[M], data: object, what: str) -> M:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        errors = error.errors()  # of a misspelt key and the missing one it stands for, the misspelt one says more
+        # Of a misspelt key and the missing one it stands for, the misspelt one says more.
+        errors = error.errors()
         first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
         steps = [str(part) for part in first["loc"]]
         place, key = ".".join(steps), steps[-1] if steps else ""

@@ -632,7 +632,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
         (
             "teacher-norm",
             "the teacher's state goes through the final norm otherwise than declared",
-            "apply the target's own final norm once, and mind weights stored as w for 1 + w (Gemma, Qwen3.5, Qwen3-Next)",
+            "apply the target's own final norm once; mind weights stored as w for 1 + w (Gemma, Qwen3.5, Qwen3-Next)",
         ),
         (
             "teacher-shift",
@@ -708,7 +708,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
         (
             "step-not-finite",
             "a tensor of the step holds values that are not finite",
-            "look for weights never loaded (speculators fills them with NaN), overflow in half precision, or a softmax over nothing",
+            "look for weights never loaded (speculators fills them with NaN), overflow, or a softmax over nothing",
         ),
         (
             "states-not-finite",

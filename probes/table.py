@@ -69,7 +69,7 @@ TABLE: tuple[Entry, ...] = (
     Entry(
         name="inputs",
         where="parity.probes.inputs:Inputs",
-        guards="which captured layers move the drafts and which the labels, their order, and that each is the layer it is",
+        guards="which captured layers move the drafts and which the labels, in which order, and what each really is",
         needs="a trainer's step; `capture` and `reference` for what the layers are",
         asks="trainer",
     ),

@@ -108,8 +108,9 @@ class Speculators(Adapter):
             return seen["backbone"]
 
         def as_blocks(_: Any, args: Any, out: Tensor) -> Tensor:
-            seen["hidden"] = out.view(len(anchors), -1, out.shape[-1])
-            return seen["hidden"].view(out.shape)  # so that the loss is made from what is shown
+            blocks = out.view(len(anchors), -1, out.shape[-1])
+            seen["hidden"] = blocks
+            return blocks.view(out.shape)  # so that the loss is made from what is shown
 
         hooks = (
             self.model.fc.register_forward_pre_hook(lambda _, args: seen.update(fc=args[0])),

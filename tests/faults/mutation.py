@@ -3,8 +3,8 @@
     mutated = mutate(core.DFlashDraftModel, "_backbone_forward", "- 1) % total", ") % total")
     planted(adapter, (core.DFlashDraftModel, "_backbone_forward", mutated))
 
-The function's source is read from the installed package, so a plant says exactly what it changed, and fails loudly where
-another version reads differently. The change holds only while the adapter runs the trainer.
+The function's source is read from the installed package, so a plant says exactly what it changed, and fails loudly
+where another version reads differently. The change holds only while the adapter runs the trainer.
 """
 
 import functools

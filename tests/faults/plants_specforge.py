@@ -82,7 +82,8 @@ PLANTS = (
           "return hidden_states.roll(-1, 0)[:max_len].unsqueeze(0)"),
     # objective
     _set("gamma 5", "loss", "loss-gamma", lambda a: setattr(a.model, "loss_decay_gamma", 5.0)),
-    _set("no decay where gamma 4 is declared", "loss", "loss-weights", lambda a: setattr(a.model, "loss_decay_gamma", None)),
+    _set("no decay where gamma 4 is declared", "loss", "loss-weights",
+         lambda a: setattr(a.model, "loss_decay_gamma", None)),
     _set("alpha .45", "loss", "loss-alpha", lambda a: setattr(a.model, "dpace_alpha", 0.45), DECLARED | DPACE),
     _set("D-PACE without the suffix sum", "loss", "loss-weights",
          lambda a: setattr(a.model, "loss_type", "dpace-cumulative-confidence-only"), DECLARED | DPACE),
@@ -106,7 +107,8 @@ PLANTS = (
     _code("bidirectional in a sliding layer", "context", "within-block", family, "create_dflash_sdpa_mask",
           "mask_draft & (kv_block_offsets <= q_block_offsets)", "mask_draft", SLIDING),
     # the draft model
-    _set("mask token id ignored (SpecForge#604)", "context", "mask-token", lambda a: setattr(a.model, "mask_token_id", 0)),
+    _set("mask token id ignored (SpecForge#604)", "context", "mask-token",
+         lambda a: setattr(a.model, "mask_token_id", 0)),
     _code("the block begins with the token after its anchor", "context", "block-anchor", MODEL, "_create_noise_embed",
           "torch.gather(input_ids, 1, valid_anchor_positions)",
           "torch.gather(input_ids, 1, (valid_anchor_positions + 1).clamp(max=seq_len - 1))"),
@@ -119,8 +121,8 @@ PLANTS = (
     _set("the embedding trains", "frozen", "frozen-trains", lambda a: a.model.embed_tokens.weight.requires_grad_(True)),
     _code("anchors drawn from prompts too", "coverage", "anchors-masked", MODEL, "_sample_anchor_positions",
           "valid = (loss_mask[:, :num_candidates] > 0.5) & (", "valid = (loss_mask[:, :num_candidates] > -1) & ("),
-    _set("layer ids written plus 1", "export", "export-layer-ids", lambda a: a.model.draft_model.config.dflash_config.update(
-        target_layer_ids=[1, 2, 3])),
+    _set("layer ids written plus 1", "export", "export-layer-ids",
+         lambda a: a.model.draft_model.config.dflash_config.update(target_layer_ids=[1, 2, 3])),
 )  # fmt: skip
 
 HEALTHY = tuple(

@@ -1,4 +1,4 @@
-"""Faults planted in speculators 0.9.0's own code, configuration and weights; and it unchanged, as it declares itself."""
+"""Faults planted in speculators 0.9.0's own code, configuration and weights; and it unchanged."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -84,11 +84,13 @@ PLANTS = (
           'return {\n        "hidden_states": loaded_hs["hidden_states"][:, :-1]',
           f'return {{\n        "hidden_states": (loaded_hs["hidden_states"] + {NOISE})[:, :-1]'),
     _code("noise .05 on the loaded tensor, before its last slice is taken", "noise", "noise-on-teacher", DATA,
-          "_get_raw_data", "    return {\n", f"    loaded_hs['hidden_states'] = loaded_hs['hidden_states'] + {NOISE}\n    return {{\n"),
+          "_get_raw_data", "    return {\n",
+          f"    loaded_hs['hidden_states'] = loaded_hs['hidden_states'] + {NOISE}\n    return {{\n"),
     _code("the first slice stripped instead of the last (#705)", "inputs", "fc-layers", DATA, "_get_raw_data",
           '"hidden_states": loaded_hs["hidden_states"][:, :-1]', '"hidden_states": loaded_hs["hidden_states"][:, 1:]'),
     _code("slices in reverse order", "inputs", "fc-order", DATA, "_get_raw_data",
-          '"hidden_states": loaded_hs["hidden_states"][:, :-1]', '"hidden_states": loaded_hs["hidden_states"][:, :-1].flip(1)'),
+          '"hidden_states": loaded_hs["hidden_states"][:, :-1]',
+          '"hidden_states": loaded_hs["hidden_states"][:, :-1].flip(1)'),
     _code("the teacher's slice is the first", "inputs", "labels-from-conditioning", DATA, "_get_raw_data",
           "loaded_hs[\"hidden_states\"][\n            :, -1\n        ]", "loaded_hs[\"hidden_states\"][:, 0]"),
     # objective
@@ -109,7 +111,8 @@ PLANTS = (
           "loss_mask.clone()[:, anchored_block_indices]", "torch.ones_like(loss_mask)[:, anchored_block_indices]"),
     # teacher
     _code("the final norm is not applied (TorchSpec#169)", "teacher", "teacher-norm", CORE, "_backbone_forward",
-          "self.verifier_norm(verifier_last_hidden_states[:, target_indices])", "verifier_last_hidden_states[:, target_indices]"),
+          "self.verifier_norm(verifier_last_hidden_states[:, target_indices])",
+          "verifier_last_hidden_states[:, target_indices]"),
     _set("a 1 + w norm loaded as plain RMSNorm (#797)", "teacher", "teacher-norm",
          lambda a: a.model.verifier_norm.weight.sub_(1)),
     _set("another teacher head", "teacher", "teacher-head", lambda a: _random(a, "verifier_lm_head")),

@@ -233,7 +233,17 @@ FLAGS = {
         "--out",
         "--threads",
     },
-    "compare": {"--golden", "--taps", "--map", "--align", "--policy", "--floor", "--out", "--threads", "--live"},
+    "compare": {
+        "--golden",
+        "--taps",
+        "--map",
+        "--align",
+        "--policy",
+        "--floor",
+        "--out",
+        "--threads",
+        "--live",
+    },
     "train": {"--out", "--preset", "--steps", "--stop-after", "--resume", "--threads"},
     "eval": {
         "--prompts",

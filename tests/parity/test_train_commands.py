@@ -414,7 +414,7 @@ def test_what_is_there_is_kept(trained: Path, tmp_path: Path, command: Run) -> N
 def test_the_presets_that_fill_in_are_trainable(trained: Path, tmp_path: Path) -> None:
     """Without a training file a preset says what the checkpoint does not; its data are not there, and that is told."""
     for layout in ("zlab", "speculators"):
-        export(trained, to=layout, out=tmp_path / layout)  # type: ignore[arg-type]
+        export(trained, to=layout, out=tmp_path / layout)
         done = import_(tmp_path / layout, out=tmp_path / f"run-{layout}", target="synthetic:unit")
         assert any("those of preset" in note for note in done.notes)
         with pytest.raises(ParityError, match="no such file or folder|no hs_"):

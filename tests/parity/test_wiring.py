@@ -81,7 +81,7 @@ class Wrong(Builtin):
         if self.how == "moves numpy's":
             np.random.rand()
         shown = super().step(batch, states, **options)
-        values = {name: getattr(shown, name) for name in Shown.__slots__}  # type: ignore[attr-defined]
+        values = {name: getattr(shown, name) for name in Shown.__slots__}
         if self.how == "detached":
             values["hidden"] = shown.hidden.detach()
         if self.how == "another shape":

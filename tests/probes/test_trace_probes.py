@@ -122,7 +122,8 @@ class Bench:
                 | changes
             )
         )
-        return next(entry for entry in TABLE if entry.name == probe).load().run(evidence)
+        answer: Answer = next(entry for entry in TABLE if entry.name == probe).load().run(evidence)
+        return answer
 
 
 @pytest.fixture
