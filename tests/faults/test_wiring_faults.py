@@ -32,5 +32,5 @@ def test_a_healthy_variant_raises_nothing(healthy: Healthy) -> None:
 
 
 def test_names_are_unique() -> None:
-    names = [(plant.trainer, plant.name) for plant in collect.plants()]
+    names = [(plant.trainer, plant.probe, plant.name) for plant in collect.plants()]
     assert len(set(names)) == len(names) > 0
