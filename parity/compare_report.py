@@ -4,13 +4,17 @@
     report = report_of(comparison, command="parity compare A B")
 
 Findings `NAME.structure`, `.proof`, `.identity`, `.gate` and `.controls` each answer one question; tables
-`NAME.layers`, `.profile`, `.tokens`, `.worst` and `.unpaired` hold the detail.
+`NAME.layers`, `.profile`, `.tokens`, `.worst` and `.unpaired` hold the detail. With a diagnosis, finding
+`NAME.diagnosis` names the fault, every failing finding carries that name, and tables `NAME.kinds` and
+`NAME.repaired` show what was asked and what remains after a repair.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from parity.compare_records import Comparison, TapResult, TokenPlace
+from parity.diagnose_records import MEANING, Diagnosis
 from parity.reports.record import Chart, Column, Finding, Outcome, Report, Suspicion, Table, Value, Verdict
 
 LISTED = 4
@@ -19,7 +23,7 @@ BLIND = "a comparison in {} never rules out a semantic fault by itself: one smal
 
 
 def tables_and_findings(
-    comparison: Comparison, *, name: str = "compare"
+    comparison: Comparison, *, name: str = "compare", diagnosis: Diagnosis | None = None
 ) -> tuple[tuple[Table, ...], tuple[Finding, ...]]:
     """The comparison's tables and findings, named `name` and a suffix. Structure comes before numbers."""
     tables = [
@@ -37,7 +41,14 @@ def tables_and_findings(
         _gate(comparison, name),
         _controls(comparison, name),
     )
-    return tuple(tables), findings
+    if diagnosis is None:
+        return tuple(tables), findings
+    named = tuple(
+        replace(finding, fault=finding.fault or diagnosis.fault) if finding.outcome == "fail" else finding
+        for finding in findings
+    )
+    shown = (_kinds(diagnosis, name), *([_repaired(diagnosis, name)] if diagnosis.repairs else []))
+    return (*shown, *tables), (_diagnosis(diagnosis, comparison, name), *named)
 
 
 def report_of(
@@ -47,9 +58,10 @@ def report_of(
     name: str = "compare",
     created: str | None = None,
     environment: Sequence[tuple[str, Value]] = (),
+    diagnosis: Diagnosis | None = None,
 ) -> Report:
     """The whole comparison as a report of kind `compare`. `created` (ISO 8601) is now unless given."""
-    tables, findings = tables_and_findings(comparison, name=name)
+    tables, findings = tables_and_findings(comparison, name=name, diagnosis=diagnosis)
     c, notes = comparison, comparison.notes
     if c.outcome == "skipped":  # a report that only says that nothing was in the way is no pass
         in_order = [finding.name for finding in findings if finding.outcome == "pass"]
@@ -341,6 +353,62 @@ def _controls(c: Comparison, name: str) -> Finding:
     )
 
 
+def _diagnosis(diagnosis: Diagnosis, c: Comparison, name: str) -> Finding:
+    """What fails, by its name. A comparison that passes keeps its outcome: then this is a warning."""
+    evidence: tuple[tuple[str, Value], ...] = (("kind", diagnosis.name), *diagnosis.evidence)
+    if diagnosis.live:
+        evidence += (("what decides", diagnosis.live),)
+    tables = (f"{name}.kinds", *((f"{name}.repaired",) if diagnosis.repairs else ()))
+    meaning = ", or ".join(MEANING[kind] for kind in diagnosis.kinds)
+    return Finding(
+        name=f"{name}.diagnosis",
+        outcome="fail" if c.outcome == "fail" else "warn",
+        fault=diagnosis.fault,
+        sentence=f"{diagnosis.name}, {meaning}: {diagnosis.sentence}" if meaning else diagnosis.sentence,
+        evidence=evidence,
+        next_step=diagnosis.next_step
+        + ("; `parity compare A B --live MODEL` runs what decides" if diagnosis.live else ""),
+        tables=tables,
+    )
+
+
+def _kinds(diagnosis: Diagnosis, name: str) -> Table:
+    """Each kind of fault in the order asked, and why it was or was not named."""
+    return Table(
+        name=f"{name}.kinds",
+        title="Kinds of fault, in the order asked",
+        columns=tuple(
+            Column(key=key, title=title)
+            for key, title in (
+                ("kind", "kind"),
+                ("meaning", "what it is"),
+                ("answer", "answer"),
+                ("because", "because"),
+            )
+        ),
+        rows=tuple(
+            (asked.kind, MEANING[asked.kind], asked.answer, asked.because) for asked in diagnosis.asked
+        ),
+        caption="The first that answers names the fault: an earlier kind can imitate every later one.",
+        detail=True,
+    )
+
+
+def _repaired(diagnosis: Diagnosis, name: str) -> Table:
+    """What remains after the repair."""
+    return Table(
+        name=f"{name}.repaired",
+        title="After the repair",
+        columns=(
+            Column(key="tap", title="tap of a"),
+            Column(key="against", title="against"),
+            *_number_columns(("before", "rel L2 before"), ("after", "rel L2 after")),
+        ),
+        rows=tuple((repair.tap, repair.against, repair.before, repair.after) for repair in diagnosis.repairs),
+        caption="On a sample of rows: what the repair does not explain is in the last column.",
+    )
+
+
 def _number_columns(*names: tuple[str, str]) -> tuple[Column, ...]:
     """Columns of floats."""
     return tuple(Column(key=key, title=title, kind="float") for key, title in names)
@@ -450,16 +518,18 @@ def _profile(c: Comparison, name: str) -> Table:
 
 def _heat(c: Comparison, name: str) -> Table:
     """The error of each tap and token position, one row a cell."""
+    texts = c.heat.texts or (("",) * len(c.heat.starts),) * len(c.heat.taps)
     rows = tuple(
-        (tap, start, value)
-        for tap, values in zip(c.heat.taps, c.heat.values, strict=True)
-        for start, value in zip(c.heat.starts, values, strict=True)
+        (tap, start, value, text)
+        for tap, values, named in zip(c.heat.taps, c.heat.values, texts, strict=True)
+        for start, value, text in zip(c.heat.starts, values, named, strict=True)
     )
     step = c.heat.starts[1] - c.heat.starts[0] if len(c.heat.starts) > 1 else 1
     columns = (
         Column(key="tap", title="tap"),
         Column(key="token", title="token", unit="position", kind="int"),
         *_number_columns(("error", "relative L2")),
+        Column(key="text", title="its text"),
     )
     chart = Chart(
         kind="heatmap",
@@ -467,6 +537,7 @@ def _heat(c: Comparison, name: str) -> Table:
         y="tap",
         value="error",
         log=True,
+        hover=("text",),
         caption=f"Worst of all requests; each column covers {_count(step, 'token position')}.",
     )
     return Table(
