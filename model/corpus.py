@@ -362,6 +362,32 @@ def held_out_tasks(n: int, seed: int = 0, *, one_right_answer: bool = True) -> l
     return list(made.values())
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """The beginning of a conversation, up to where the assistant is to speak."""
+
+    messages: list[Message]
+    """Ends with a user's question."""
+    thinking: bool
+    """Whether the answer that the corpus gives there thinks: the template's `enable_thinking`."""
+
+
+def openings(n: int, seed: int = 0, split: Split = "held_out") -> list[Opening]:
+    """Cut n conversations of a split, each before one of its answers, drawn with equal chances.
+
+    A fair sample of what the corpus asks, for measuring accepted lengths: kinds by the weights of `KINDS`,
+    first and later turns, with and without system message and thinking, in the shares that training has.
+    Nothing is left out or preferred by what a target or a drafter makes of it.
+    """
+    rng = random.Random(f"openings {split} {seed}")
+    made = []
+    for _ in range(n):
+        whole = conversation(rng.randrange(2**32), split)
+        cut = rng.choice([index for index, m in enumerate(whole) if m["role"] == "assistant"])
+        made.append(Opening(messages=whole[:cut], thinking="reasoning_content" in whole[cut]))
+    return made
+
+
 def prompts(n: int, seed: int = 0) -> list[list[Message]]:
     """Make n chats that end with a user's held-out question; every second one has an earlier turn."""
     rng = random.Random(f"prompts {seed}")

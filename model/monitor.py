@@ -40,7 +40,7 @@ def tau_of(training: Training, parts: Parts, documents: Sequence[Document]) -> C
 
     def measure(drafter: Drafter) -> float:
         records[:] = records or [greedy(target, prompt, config) for prompt in prompts if prompt]
-        return tau(offline_tau(drafter, Ends.of(target), records))
+        return tau(offline_tau(drafter, Ends.of(target), records, max_new_tokens=TAU_TOKENS))
 
     return measure
 

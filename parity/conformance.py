@@ -4,12 +4,14 @@
     report = compare_statements(read(old), read(new))
 
 Two statements are compared fact by fact. A fact that only one side has, or a probe that only one side
-answered, fails: what was not compared is no pass.
+answered, fails: what was not compared is no pass. Facts that move with the weights are no facts of the wiring
+(`MEASUREMENTS`).
 """
 
 import json
 import math
 import os
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,6 +22,24 @@ from parity.reports.record import Column, Conformance, Finding, Report, Statemen
 RELATIVE = 5e-3
 """Two measured numbers closer than this are the same fact. Probes ask the same synthetic rows with the same seeds, so
 that what differs is the trainer; half a percent is far below any wiring change and above rounding in bf16."""
+
+
+MEASUREMENTS = ("residual", "distance", "apart", "denominator", "unread")
+"""Last part of the names of facts that are shown and not compared: how well something was explained (residual), by how
+much two computations of the same are apart (distance, apart), the number that the loss of the probe's row was divided
+by (denominator: under D-PACE it depends on the drafter's confidence), and slots whose label could not be read because
+the drafter was sure (unread). They move as the weights do; what the wiring is stands in the facts beside them
+(recognised, precision, reduction, slots), and each has its limit in its probe."""
+
+
+SHARE = ".share."
+"""In the names of facts that are shares of a whole, 0 to 1: one that a side does not have is 0 there, and they are
+compared by their difference. A term at 1e-5, seen one time and not the next, is rounding."""
+
+
+def is_measurement(fact: str) -> bool:
+    """Whether a fact of this name moves with the weights, the wiring being the same."""
+    return fact.rpartition(".")[2] in MEASUREMENTS
 
 
 def save(conformance: Conformance, file: Path) -> None:
@@ -94,6 +114,7 @@ def compare_statements(a: Conformance, b: Conformance) -> Report:
             Column(key=key, title=title, kind="flag" if key == "same" else "text") for key, title in columns
         ),
         rows=tuple(rows),
+        caption="Measurements move with the weights: they are shown and not compared.",
         detail=all(finding.outcome == "pass" for finding in findings),
     )
     return Report(
@@ -110,14 +131,15 @@ def compare_statements(a: Conformance, b: Conformance) -> Report:
 def _finding(name: str, a: Statement, b: Statement) -> Finding:
     """Whether one probe measured the same twice."""
     old, new = dict(a.facts), dict(b.facts)
-    if not old and not new:
+    compared = [fact for fact in dict.fromkeys([*old, *new]) if not is_measurement(fact)]
+    if not compared:
         same = a.sentence == b.sentence
         changed = [] if same else [f"{a.sentence} -> {b.sentence}"]
     else:
         changed = [
             f"{fact}: {_shown(old.get(fact, 'absent'))} -> {_shown(new.get(fact, 'absent'))}"
-            for fact in dict.fromkeys([*old, *new])
-            if not (fact in old and fact in new and _same(old[fact], new[fact]))
+            for fact in compared
+            if not _unchanged(fact, old, new)
         ]
     if not changed:
         return Finding(name=name, outcome="pass", sentence=f"unchanged: {b.sentence}")
@@ -139,10 +161,19 @@ def _rows(name: str, a: Statement, b: Statement) -> list[tuple[Value, ...]]:
             fact,
             _shown(old.get(fact, "absent")),
             _shown(new.get(fact, "absent")),
-            fact in old and fact in new and _same(old[fact], new[fact]),
+            None if is_measurement(fact) else _unchanged(fact, old, new),
         )  # fmt: skip
         for fact in dict.fromkeys([*old, *new])
     ]
+
+
+def _unchanged(fact: str, old: Mapping[str, Value], new: Mapping[str, Value]) -> bool:
+    """Whether both sides have the same fact."""
+    if SHARE in fact:
+        shares = [side.get(fact, 0.0) for side in (old, new)]
+        numbers = [float(share) for share in shares if isinstance(share, int | float)]
+        return len(numbers) == 2 and abs(numbers[0] - numbers[1]) <= RELATIVE
+    return fact in old and fact in new and _same(old[fact], new[fact])
 
 
 def _shown(value: Value) -> str:

@@ -78,6 +78,47 @@ def test_changes_are_found_both_ways(other: Conformance, expected: dict[str, str
     assert outcomes(ONE, other) == outcomes(other, ONE) == expected
 
 
+@pytest.mark.parametrize(
+    ("shares", "outcome"),
+    [
+        ({"ce": 0.3, "kl": 0.7, "js": 1e-5}, "pass"),  # seen one time and not the other
+        ({"ce": 0.302, "kl": 0.698}, "pass"),
+        ({"ce": 0.31, "kl": 0.69}, "fail"),
+        ({"ce": 0.3, "kl": 0.69, "js": 0.01}, "fail"),
+        ({"ce": 0.3}, "fail"),
+    ],
+)
+def test_a_share_that_is_not_there_is_zero(shares: dict[str, float], outcome: str) -> None:
+    first = Statement(probe="loss", sentence="a", facts=(("loss.share.ce", 0.3), ("loss.share.kl", 0.7)))
+    facts = tuple((f"loss.share.{name}", value) for name, value in shares.items())
+    a, b = (replace(ONE, statements=(each,)) for each in (first, replace(first, facts=facts)))
+    assert outcomes(a, b) == outcomes(b, a) == {"loss": outcome}
+
+
+MEASURED = Statement(
+    probe="loss",
+    sentence="hard CE (residual 1e-07)",
+    facts=(("loss.gamma", 4.0), ("loss.residual", 1e-7), ("loss.denominator", 23.7)),
+)
+
+
+def test_measurements_are_shown_and_not_compared() -> None:
+    """The residual doubles, the denominator of D-PACE halves: the wiring is the same."""
+    facts = (("loss.gamma", 4.0), ("loss.residual", 2e-7), ("loss.denominator", 11.0))
+    moved = replace(MEASURED, sentence="hard CE (residual 2e-07)", facts=facts)
+    a, b = (replace(ONE, statements=(each,)) for each in (MEASURED, moved))
+    report = compare_statements(a, b)
+    assert report.outcome == "pass" and report.findings[0].sentence == "unchanged: hard CE (residual 2e-07)"
+    rows = {row[1]: row[2:] for row in report.tables[0].rows}
+    assert rows["loss.residual"] == ("1e-07", "2e-07", None) and rows["loss.gamma"] == ("4", "4", True)
+    gone = replace(MEASURED, facts=facts[1:])
+    assert (
+        compare_statements(a, replace(ONE, statements=(gone,))).outcome == "fail"
+    )  # gamma is on one side only
+    only = [replace(ONE, statements=(replace(each, facts=each.facts[1:]),)) for each in (MEASURED, moved)]
+    assert compare_statements(*only).outcome == "fail"  # nothing but measurements: no pass for want of a fact
+
+
 def test_the_change_is_quoted() -> None:
     report = compare_statements(ONE, with_fact("loss.gamma", 5.0))
     assert report.findings[0].sentence == "loss.gamma: 4 -> 5" and report.outcome == "fail"
