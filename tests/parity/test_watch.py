@@ -590,7 +590,7 @@ def test_the_command_watches_and_stops(
     recipe, healthy, out = recipe_file(tmp_path), tmp_path / "healthy", tmp_path / "run"
     assert cli.run(["train", str(recipe), "--out", str(healthy)]) == 0
     text = capfd.readouterr().out
-    assert "SKIPPED  watch.unasked" in text and "this watch's probes: context," in text
+    assert "SKIPPED  watch.unasked" in text and "this watch's probes: inputs," in text
     report = schema.read(healthy / "report.json")
     assert {"noise": "pass", "loss": "pass", "drift": "pass", "train.schedule": "pass"}.items() <= named(
         report.findings
