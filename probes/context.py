@@ -33,7 +33,7 @@ from parity.probes.adapters.readings import Difference, Lens, Match, awake, laye
 from parity.probes.adapters.reference_drafter import Reading, changed, reach
 from parity.probes.adapters.seeing import Look, exchange, filling_rows, other_rows
 from parity.probes.base import Answer
-from parity.reports.record import Value
+from parity.reports.record import Finding, Value
 
 ANCHORS = 6
 """Blocks that are asked: two a document of the shared row."""
@@ -77,7 +77,16 @@ class Context:
         named = [each.windows() for each in seen]
         faults += _reconciled(faults, match, [fault for each in named for fault in each])
         sentence, facts = _told(subject, seen, match, filled, notes)
-        return answer(self.name, sentence, _once(faults), facts=facts)
+        made = answer(self.name, sentence, _once(faults), facts=facts)
+        if not isinstance(match, str):
+            return made
+        unread = Finding(
+            name=f"{self.name}.layers",
+            outcome="skipped",
+            sentence=f"not asked, layer by layer: direction within the block, windows, positions, rope; {match}",
+            next_step="show the drafter's parameters by z-lab's names; `draft` lets `decode` compare the rest",
+        )
+        return replace(made, findings=(*made.findings, unread))
 
 
 def window_row(subject: Subject, window: int) -> Look | str:
@@ -348,5 +357,6 @@ def _told(
             f"(limit {match.limit:.2g}, products in {match.precision})"
         )
         words += f"; not told apart: {', '.join(match.blind)}" if match.blind else ""
-    notes = [*notes, "rope is relative: whether positions restart in each document cannot be seen"]
+    if not isinstance(match, str):
+        notes = [*notes, "rope is relative: whether positions restart in each document cannot be seen"]
     return f"{words}; {'; '.join(notes)}", facts

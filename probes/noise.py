@@ -1,10 +1,10 @@
 """Where does noise enter, how much, and is it off in evaluation?
 
-The step is run with the same states, tokens and anchors under several seeds. Exact: labels and teacher logits
-must be bit-equal under all seeds, the fc input equal to the captured slices in evaluation and wherever the recipe
-declares no noise, and one seed must give one result. Statistical: the added noise of each conditioning
-slice has the declared standard deviation within 5 standard errors, and the fourth moment of the declared
-distribution (uniform: kurtosis 1.8; gaussian: 3). Where the declared deviation is below half a unit in the
+The step is run with the same states, tokens and anchors under several seeds. Exact: labels and teacher logits must be
+bit-equal under all seeds, so must fc's input in evaluation and wherever the recipe declares no noise, and the drafts
+with it; one seed must give one result, and two seeds two where noise is declared. Statistical: the added noise of
+each conditioning slice has the declared standard deviation within 5 standard errors, and the fourth moment of the
+declared distribution (uniform: kurtosis 1.8; gaussian: 3). Where the declared deviation is below half a unit in the
 last place of the states, addition rounds it away in part; the effective deviation is what is measured, and the limit
 widens by the rounding error, one unit in the last place over sqrt(12).
 
@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from parity.probes.adapters.asking import Fault, Subject, answer, declared
+from parity.probes.adapters.asking import Broken, Fault, Subject, answer, declared
 from parity.probes.adapters.base import Shown
 from parity.probes.base import Answer
 from parity.reports.record import Chart, Column, Table
@@ -51,6 +51,9 @@ class Noise:
             again, evaluation = step(SEEDS[0]), [step(seed, training=False) for seed in SEEDS[:2]]
         wanted = declared(subject.recipe)
         clean = _clean(subject, states, runs[0].fc_input, wanted)
+        # What differs from the states in the same way under every seed is no noise: `inputs` names it.
+        if torch.equal(evaluation[0].fc_input, evaluation[1].fc_input):
+            clean = evaluation[0].fc_input.detach().double()
         added = [(run.fc_input.detach().double() - clean)[real] for run in runs]
         width, kind, std = subject.adapter.width, subject.recipe.noise.kind, subject.recipe.noise.std
         slices = [
@@ -58,7 +61,16 @@ class Noise:
         ]
         stds = [float(each.square().mean().sqrt()) for each in slices]
         table = _table(wanted, clean[real], slices, width)
+        if max(stds) > 0 and kind != "none" and torch.equal(runs[0].fc_input, runs[1].fc_input):
+            told = f"the same under seeds {SEEDS[0]} and {SEEDS[1]}"
+            raise Broken("step", "noise that follows the seed it is given", told)
         faults = _size_faults(kind, std, stds, slices, clean[real], width)
+        behind = _behind(runs, again) if max(stds) == 0 else 0.0
+        if behind > 0:
+            words = f"not at fc's input but behind it: the drafts move by up to {behind:.3g} with the seed"
+            faults.append(
+                Fault(name="noise-undeclared", measured=words, evidence=(("largest change", behind),))
+            )
         moved = _moved(runs)
         if moved is not None:
             words = f"{moved[0]} move by up to {moved[1]:.3g} when only the seed changes"
@@ -67,7 +79,7 @@ class Noise:
             )
         still = max(float((out.fc_input.double() - clean)[real].abs().max()) for out in evaluation)
         if still > 0:
-            words = f"fc's input differs from the states by up to {still:.3g}"
+            words = f"fc's input moves by up to {still:.3g} with the seed"
             faults.append(
                 Fault(name="noise-in-evaluation", measured=words, evidence=(("largest change", still),))
             )
@@ -75,7 +87,7 @@ class Noise:
             faults.append(
                 Fault(name="noise-unseeded", measured=f"seed {SEEDS[0]} twice gives two inputs of fc")
             )
-        sentence = "no noise: fc's input is exactly the captured states under every seed"
+        sentence = "no noise: fc's input and the drafts are the same under every seed"
         if max(stds) > 0:
             sentence = (
                 f"noise of std {_mean(stds):.4g} on {sum(value > 0 for value in stds)} of {len(stds)} slices"
@@ -88,6 +100,16 @@ class Noise:
             "noise.in_evaluation": still > 0,
         }
         return answer(self.name, sentence, faults, facts=facts, tables=[table])
+
+
+def _behind(runs: list[Shown], again: Shown) -> float:
+    """By how much what enters the head moves with the seed, beyond what a repetition with one seed moves it."""
+
+    def apart(a: Shown, b: Shown) -> float:
+        return float((a.hidden.detach().double() - b.hidden.detach().double()).abs().max())
+
+    moved = max(apart(runs[0], run) for run in runs[1:])
+    return moved if moved > 4 * apart(runs[0], again) else 0.0
 
 
 def _mean(values: list[float]) -> float:

@@ -14,7 +14,7 @@ from parity.runner import check
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "docs" / "example"
-UNSHOWN = {"decode", "resume", "export", "tokens", "coverage"}
+UNSHOWN = {"decode", "resume", "export", "tokens", "coverage", "context.layers"}
 MOST_LINES = 60
 
 
