@@ -93,8 +93,10 @@ def trained(trainer: Trainer, fed: str) -> float:
             words = " ".join(f"{name} {value:.3f}" for name, value in figures.items())
             print(f"{fed}: {record['event']} {record['step']} {words}", flush=True)
 
-    trainer.run(show=show)
+    interrupted = trainer.run(show=show).interrupted
     trainer.close()
+    if interrupted:
+        raise SystemExit("interrupted and saved; run the same command again to go on")
     trainer.drafter.eval()
     return float(trainer.evaluate()["accuracy"])
 
