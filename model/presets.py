@@ -191,7 +191,11 @@ PRESETS: dict[str, tuple[Row, ...]] = {
         ("run.drafter.partial_rotary_factor", 1.0, "z-lab dflash 0.1.0 turns all of every head"),
         ("run.drafter.init_std", 0.08, f"{OURS}: about 1 / sqrt(width); .02 cost a quarter of the progress"),
         ("run.data.source", "corpus", OURS),
-        ("run.data.documents", 6400, f"{OURS}: with 3,200 validation loss stayed at .37 where training was at .23"),
+        (
+            "run.data.documents",
+            6400,
+            f"{OURS}: with 3,200 validation loss stayed at .37 where training was at .23",
+        ),
         ("run.data.length", 1536, f"{OURS}: about eight conversations"),
         ("run.data.document_length", 192, OURS),
         (
