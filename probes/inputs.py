@@ -258,9 +258,9 @@ def _matrix(influences: list[Influence]) -> Table:
     """Long form: one row for each slice and side, so that it can be drawn."""
     rows: list[tuple[Value, ...]] = []
     for each in influences:
-        columns = ", ".join(map(str, each.columns))
+        columns = ", ".join(map(str, each.columns)) or None
         rows.append((each.tap, "drafts", each.drafts, each.gradient, columns))
-        rows.append((each.tap, "labels", each.labels, None, ""))
+        rows.append((each.tap, "labels", each.labels, None, None))
     return Table(
         name="inputs.influence",
         title="What every captured slice moves",

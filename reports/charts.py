@@ -22,6 +22,8 @@ from parity.reports.record import Table, Value
 
 HEIGHT, FLAT = 260, 60
 """Pixels, of a chart and of one that has only zeros or odd values to show."""
+LEGEND, LABEL = 270, 170
+"""Pixels of a legend's width, and of a label inside a chart: what a phone has room for."""
 WRITTEN = 120
 """Cells of a heat map up to which each holds its number: an influence matrix is read, not looked at."""
 SERIES = [f"var(--s{number})" for number in range(1, 7)]
@@ -90,6 +92,7 @@ _CONFIG: dict[str, Any] = {
         "titleFontWeight": "normal",
         "labelFontSize": 12,
         "titleFontSize": 12,
+        "labelLimit": LEGEND - 32,
         "orient": "top",
     },
     "text": {"fill": "var(--ink-2)", "fontSize": 12},
@@ -152,7 +155,8 @@ def _place(plot: Plot) -> alt.X:
         # a dozen names fit beside each other; more of them stand
         angle = 0 if len(places) <= 12 else -60
         return alt.X("x:N", title=title, sort=None, axis=alt.Axis(grid=False, labelAngle=angle))
-    axis: dict[str, Any] = {"tickMinStep": 1} if column.kind == "int" else {}
+    axis: dict[str, Any] = {"labelOverlap": True, "labelSeparation": 8}
+    axis |= {"tickMinStep": 1} if column.kind == "int" else {}
     if len(places) <= 3:  # between two or three layers an axis would label halves
         axis["values"] = places
     scale = alt.Scale(nice=False, zero=False, padding=12)
@@ -168,8 +172,14 @@ def _colours(plot: Plot) -> dict[str, Any]:
     title = words.heading(plot.columns["s"])
     repeat = -(-len(names) // len(SERIES))
     colour = alt.Scale(domain=names, range=(SERIES * repeat)[: len(names)])
-    legend = alt.Legend(symbolSize=90, columns=4)
+    legend = alt.Legend(symbolSize=90, columns=_columns(names))
     return {"color": alt.Color("s:N", title=title, scale=colour, legend=legend)}
+
+
+def _columns(names: Sequence[str]) -> int:
+    """Columns of a legend: as many as fit beside each other on a phone, where a wider one would eat the chart."""
+    entry = 32 + 6.8 * min(max(map(len, names), default=0), LEGEND / 6.8)
+    return int(min(8, max(1, LEGEND // entry)))
 
 
 def _lines(plot: Plot, numbers: Sequence[float]) -> Layers:
@@ -235,16 +245,32 @@ def _rules(plot: Plot, y: Any) -> list[alt.Chart]:
     if limits:
         data = alt.Chart(alt.InlineData(values=limits)).encode(y=y)
         layers.append(data.mark_rule(strokeDash=[6, 4], color="var(--fail)"))
-        names = data.mark_text(align="right", dy=-7, fill="var(--fail)")
+        names = data.mark_text(align="right", dy=-7, fill="var(--fail)", clip=True)
         layers.append(names.encode(x=alt.value("width"), text="label:N"))
-    marks = [{"x": value, "label": words.plain(text)} for value, text in plot.chart.marks]
+    marks = [
+        {"x": value, "label": words.plain(text), "left": _is_right(plot, value)}
+        for value, text in plot.chart.marks
+    ]
     if marks:
         kind = "Q" if words.is_numeric(plot.columns["x"]) else "N"
         data = alt.Chart(alt.InlineData(values=marks)).encode(x=f"x:{kind}")
         layers.append(data.mark_rule(strokeWidth=1.5, color="var(--fail)"))
-        names = data.mark_text(align="left", dx=5, fill="var(--fail)")
-        layers.append(names.encode(y=alt.value(8), text="label:N"))
+        for left in {mark["left"] for mark in marks}:
+            # a label that hung over the edge would be given room there, and the chart would shrink
+            inside: dict[str, Any] = {"clip": True, "limit": LABEL, "fill": "var(--fail)"}
+            names = data.transform_filter(f"datum.left === {str(left).lower()}")
+            names = names.mark_text(align="right" if left else "left", dx=-5 if left else 5, **inside)
+            layers.append(names.encode(y=alt.value(8), text="label:N"))
     return layers
+
+
+def _is_right(plot: Plot, value: Value) -> bool:
+    """Whether a place lies in the right half of the chart, so that its label stands left of it."""
+    places = _distinct(plot.rows["x"])
+    if not words.is_numeric(plot.columns["x"]):
+        return value in places and 2 * places.index(value) >= len(places)
+    numbers = [place for place in (*places, value) if isinstance(place, (int, float))]
+    return isinstance(value, (int, float)) and 2 * value >= min(numbers) + max(numbers)
 
 
 def _bars(plot: Plot, numbers: Sequence[float]) -> Layers:

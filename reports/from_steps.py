@@ -178,44 +178,98 @@ def group_of(name: str) -> tuple[str, str]:
 
 
 def _timelines(steps: Sequence[StepReport], marks: Sequence[tuple[int, str]]) -> Iterator[Table]:
-    """Every number over the steps, related ones in one table."""
+    """Every number over the steps, related ones in one table; those that never changed in one table of their own."""
     rows: dict[str, list[tuple[Value, ...]]] = {}
+    names: dict[tuple[str, str], str] = {}
     for step in steps:
         for name, value in step.values:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 group, line = group_of(name)
                 rows.setdefault(group, []).append((step.step, line, float(value)))
-    first = True
-    for group, points in rows.items():
-        lines = {line for _, line, _ in points}
-        sizes = [value for _, _, value in points if isinstance(value, float) and math.isfinite(value)]
-        positive = bool(sizes) and min(sizes) > 0
-        points.sort(key=lambda row: [_number(row[1]), row[0]])
-        several = len(lines) > 1
-        quantity, by = _titles(group)
+                names[group, line] = name
+    moving = sorted((group for group in rows if _changed(rows[group])), key=_interest)
+    for index, group in enumerate(moving):
+        lines = [name for (of, _), name in names.items() if of == group]
+        yield _timeline(group, rows[group], marks, title=lines[0] if len(lines) == 1 else "", first=not index)
+    still = [
+        (names[group, line], values[0], len(values))
+        for group, points in rows.items()
+        if group not in moving
+        for line, values in _lines(points).items()
+    ]
+    if still:
         yield Table(
-            name=f"timeline.{group}",
-            title=f"{group.removeprefix('*.')} over steps",
+            name="unchanged",
+            title="Numbers that were the same at every probed step" if len(steps) > 1 else "Numbers of the probed step",
             columns=(
-                STEP,
-                Column(key="series", title=by),
-                Column(key="value", title=quantity, kind="float"),
+                Column(key="name", title="what"),
+                Column(key="value", title="value", kind="float"),
+                Column(key="steps", title="probed steps", kind="int"),
             ),
-            rows=tuple(points),
+            rows=tuple(still),
             detail=True,
-            chart=Chart(
-                kind="timeline",
-                x="step",
-                y="value",
-                series="series" if several else None,
-                log=positive and max(sizes) / min(sizes) >= LOG_FROM,
-                marks=tuple(marks),
-                caption="The line across marks where something that was in order no longer was."
-                if marks and first
-                else "",
-            ),
         )
-        first = False
+
+
+def _lines(points: Sequence[tuple[Value, ...]]) -> dict[str, list[Value]]:
+    """A group's lines with their values in the order of the steps."""
+    lines: dict[str, list[Value]] = {}
+    for _, line, value in points:
+        lines.setdefault(str(line), []).append(value)
+    return lines
+
+
+def _changed(points: Sequence[tuple[Value, ...]]) -> bool:
+    """Whether any line of a group had two different values."""
+    return any(len({str(value) for value in values}) > 1 for values in _lines(points).values())
+
+
+INTEREST = ("loss", "tau", "estimate", "expected", "accuracy", "slot", "snr", "influence", "recapture")
+"""What a run is looked at for, first to last; then everything else, and tensors' moments at the end."""
+MOMENTS = ("mean", "std", "finite")
+
+
+def _interest(group: str) -> int:
+    """Where a timeline stands on the page."""
+    parts = group.split(".")
+    if parts[-1] in MOMENTS:
+        return len(INTEREST) + 1 + MOMENTS.index(parts[-1])
+    return next((place for place, word in enumerate(INTEREST) if word in parts), len(INTEREST))
+
+
+def _timeline(
+    group: str, points: list[tuple[Value, ...]], marks: Sequence[tuple[int, str]], *, title: str, first: bool
+) -> Table:
+    """One group of numbers over the steps. title: the name of its only line. first: says what the marks are."""
+    sizes = [value for _, _, value in points if isinstance(value, float) and math.isfinite(value)]
+    positive = bool(sizes) and min(sizes) > 0
+    points = sorted(points, key=lambda row: [_number(row[1]), row[0]])
+    quantity, by = _titles(group)
+    about = "; ".join(f"step {step}: {names}" for step, names in marks)
+    return Table(
+        name=f"timeline.{group}",
+        title=f"{title or group.removeprefix('*.')} over steps",
+        columns=(STEP, Column(key="series", title=by), Column(key="value", title=quantity, kind="float")),
+        rows=tuple(points),
+        detail=True,
+        chart=Chart(
+            kind="timeline",
+            x="step",
+            y="value",
+            series=None if title else "series",
+            log=positive and max(sizes) / min(sizes) >= LOG_FROM,
+            marks=tuple((step, _short(names)) for step, names in marks),
+            caption=f"A line across marks where something that was in order no longer was ({about})."
+            if marks and first
+            else "",
+        ),
+    )
+
+
+def _short(names: str) -> str:
+    """The first of several names, with the number of the others: a chart has no room for more."""
+    first, *others = names.split(", ")
+    return f"{first} +{len(others)}" if others else first
 
 
 def _titles(group: str) -> tuple[str, str]:

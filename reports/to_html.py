@@ -27,8 +27,8 @@ MAX_BYTES = 2_900_000
 """The whole page. What does not fit is cut from the tables, and said there."""
 LEAST_ROWS = 12
 """A shorter table gets no search box."""
-FEW = 6
-"""Places on the x axis up to which a chart fits a phone."""
+FEW, SHORT = 6, 12
+"""Places on the x axis up to which a chart fits a phone, and letters of a name beside a lying bar."""
 LONG = 40
 """Characters from which the texts of a column are wrapped."""
 OPEN_ROWS = 40
@@ -341,7 +341,10 @@ def _figure(table: Table, where: str, drawing: Drawn) -> str:
         return ""
     if isinstance(drawing, Exception):
         return _broken("chart", drawing)
-    kind = _text(table.chart.kind) + (" small" if len(set(drawing.rows["x"])) <= FEW else "")
+    names = {str(value) for value in drawing.rows["x"]}
+    # a few short names fit on a phone; long ones beside lying bars would leave the bars no room
+    small = len(names) <= FEW and (table.chart.kind != "bars" or max(map(len, names)) <= SHORT)
+    kind = _text(table.chart.kind) + (" small" if small else "")
     caption = " ".join(part for part in (table.chart.caption, *drawing.remarks) if part)
     return (
         f'<figure><div class="chart-box"><div class="chart {kind}" data-chart="{where}" role="img" '

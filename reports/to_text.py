@@ -6,7 +6,8 @@ columns. Texts are shown as they are, with controls spelled out, so that no repo
     python -m parity show REPORT.json --as text
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from io import StringIO
 
 from rich.cells import cell_len
@@ -173,11 +174,23 @@ def _tables(console: Console, report: Report) -> None:
     details = [table for table in report.tables if table.detail]
     if details:
         rows = words.many(sum(len(table.rows) for table in details), "row", "rows")
-        names = ", ".join(table.name for table in details)
+        names = ", ".join(_together(table.name for table in details))
         console.print()
         console.print(
             Text(words.plain(f"More tables in the page and the JSON ({rows}): {names}"), style="dim")
         )
+
+
+def _together(names: Iterable[str]) -> list[str]:
+    """Names, those of three and more that begin alike (`timeline.loss`, `tensors@1`) in one with their number."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.split(r"[.@]", name)[0], []).append(name)
+    return [
+        name
+        for first, all_ in groups.items()
+        for name in (all_ if len(all_) < 3 else [f"{first} ({len(all_)} tables)"])
+    ]
 
 
 def _table(console: Console, table: Table) -> None:

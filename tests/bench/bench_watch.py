@@ -3,10 +3,10 @@
     PYTHONPATH=. python tests/bench/bench_watch.py                    # about five minutes of one core
     PYTHONPATH=. python tests/bench/bench_watch.py --every 10 --intervals 1 --json watch.json
 
-The wiring is `tiny`'s on steps of 4 rows of 1,536 tokens, half as many as the preset takes: the shorter the step, the
-more a report weighs. States are kept after the first epoch, which is not measured. Three runs take steps in turn:
-plain, plain again, and watched with the default probes. Processor time is measured, since the clock also counts whoever
-else is on the machine. Losses have to be the same bits in all three.
+The wiring is `tiny`'s on steps of 4 rows of 1,536 tokens, half as many as the preset takes (`--rows 8`): the shorter
+the step, the more a report weighs. States are kept after the first epoch, which is not measured. Three runs take steps
+in turn: plain, plain again, and watched with the default probes. Processor time is measured, since the clock also
+counts whoever else is on the machine. Losses have to be the same bits in all three.
 
 - share: time in hooks, probes and writing by the watch's own clock, over the run's by the same. Aim: 1 % at every 50.
 - probed step: median probed step over median plain step. Aim: 1.5.
@@ -38,16 +38,16 @@ from parity.model.trainer import Trainer
 
 WORST = 1.03
 AIMS = {"share": 0.01, "probed step": 1.5, "whole run": WORST, "peak memory": 1.05}
-ROWS, DOCUMENTS = 4, 64
-"""Two steps an epoch."""
+ROWS, DOCUMENTS = 4, 16
+"""Rows of a step, and documents a row: two steps an epoch of 64 documents."""
 
 
-def training(every: int | None) -> Training:
+def training(every: int | None, rows: int = ROWS) -> Training:
     """`tiny` on texts as they are (what the target writes anew costs minutes and no step)."""
     changes: dict[str, Any] = {
         "run.data.regenerate": 0,
-        "run.data.documents": DOCUMENTS,
-        "run.batch.rows": ROWS,
+        "run.data.documents": DOCUMENTS * rows,
+        "run.batch.rows": rows,
         "run.data.validation_documents": 0,
         "run.save.tau_prompts": 0,
         "run.save.every": 10**6,
@@ -58,10 +58,10 @@ def training(every: int | None) -> Training:
     return preset("tiny").changed(changes)
 
 
-def opened(every: int | None) -> Trainer:
+def opened(every: int | None, rows: int = ROWS) -> Trainer:
     from parity.model.opening import open_trainer
 
-    trainer = open_trainer(training(every))
+    trainer = open_trainer(training(every, rows))
     for _ in range(3):  # an epoch computes the states, and a step more warms up
         trainer.update()
         trainer.step_number = 0
@@ -86,11 +86,11 @@ class Side:
         self.losses += outcome.losses
 
 
-def measure(every: int, intervals: int) -> dict[str, Any]:
+def measure(every: int, intervals: int, rows: int = ROWS) -> dict[str, Any]:
     """Times of the three runs, step by step in turn."""
     from parity.watch import watch_training
 
-    sides = [Side(opened(None)), Side(opened(None)), Side(opened(every))]
+    sides = [Side(opened(None, rows)), Side(opened(None, rows)), Side(opened(every, rows))]
     plain, again, watched = sides
     with tempfile.TemporaryDirectory() as folder:
         watch = watch_training(watched.trainer, Path(folder))
@@ -120,9 +120,17 @@ def measure(every: int, intervals: int) -> dict[str, Any]:
     }
 
 
-def peak(every: int | None, steps: int = 7) -> float:
+def peak(every: int | None, rows: int = ROWS, steps: int = 7) -> float:
     """MiB of its own that a process holds at most, over some steps of which every third is probed."""
-    command = [sys.executable, __file__, "--alone", str(steps), *(["--watched"] if every else [])]
+    command = [
+        sys.executable,
+        __file__,
+        "--alone",
+        str(steps),
+        "--rows",
+        str(rows),
+        *(["--watched"] if every else []),
+    ]
     # A fixed threshold gives every tensor's memory back when it dies; glibc's own grows with what it has seen, and
     # two runs of the same were a fifth apart.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
@@ -153,9 +161,9 @@ class Held:
         self._thread.join()
 
 
-def alone(steps: int, watched: bool) -> None:
+def alone(steps: int, rows: int, watched: bool) -> None:
     """One run in this process; prints its peak."""
-    trainer = opened(3 if watched else None)
+    trainer = opened(3 if watched else None, rows)
     with Held() as held:
         if watched:
             from parity.watch import watch_training
@@ -165,9 +173,12 @@ def alone(steps: int, watched: bool) -> None:
     print(held.most)
 
 
-def table(found: dict[str, Any], every: int) -> str:
+def table(found: dict[str, Any], every: int, rows: int) -> str:
     """The figures as Markdown."""
-    lines = [f"| every {every}, a step of {found['step']:.2f} s | measured | aim |", "|---|---|---|"]
+    lines = [
+        f"| every {every}, {rows} rows, a step of {found['step']:.2f} s | measured | aim |",
+        "|---|---|---|",
+    ]
     lines.append(f"| self-timed share of the run | {found['share']:.2%} | {AIMS['share']:.0%} |")
     lines.append(f"| probed step over a plain one | {found['probed step']:.2f} | {AIMS['probed step']} |")
     control = f"(control: {found['control']:.3f})"
@@ -183,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--intervals", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--alone", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
@@ -190,12 +202,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     isolate(parse("torch"))
     if options.alone:
-        alone(options.alone, options.watched)
+        alone(options.alone, options.rows, options.watched)
         return 0
-    peaks = [peak(every) for every in (None, options.every)]
-    found = measure(options.every, options.intervals)
-    found |= {"peak memory": peaks[1] / peaks[0], "peak MiB": peaks, "every": options.every}
-    print(table(found, options.every))
+    peaks = [peak(every, options.rows) for every in (None, options.every)]
+    found = measure(options.every, options.intervals, options.rows)
+    found |= {"peak memory": peaks[1] / peaks[0], "peak MiB": peaks}
+    found |= {"every": options.every, "rows": options.rows}
+    print(table(found, options.every, options.rows))
     print(f"peaks {peaks[0]:,.0f} and {peaks[1]:,.0f} MiB; {found['reports']} reports measured")
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -267,7 +267,18 @@ def steps(seed: int = 0, count: int = 20, every: int = 50, fault_at: int = 300) 
             ("head_input.std", draw.gauss(1.1, 0.01)),
             ("recapture.cosine", 1 - 1e-5 * draw.uniform(1, 2)),
             ("noise.on", "teacher" if broken else "conditioning"),
+            ("anchors.count", 256.0),
         ]
+        # as many as a real run has, with names as long
+        for name in (
+            "captured",
+            "fc.out",
+            "hidden_norm.out.gradient",
+            "hidden.gradient",
+            "norm.out",
+            "rope.out",
+        ):
+            values.append((f"{name}.mean", draw.gauss(0, 1)))
         values += [
             (f"layer.{layer}.snr", 400 / (1 + layer / 8) * draw.uniform(0.95, 1.05)) for layer in LAYERS
         ]
@@ -291,6 +302,16 @@ def steps(seed: int = 0, count: int = 20, every: int = 50, fault_at: int = 300) 
                 tables=("influence",),
             ),
             Finding(name="frozen", outcome="pass", sentence="embedding and head did not move"),
+            Finding(
+                name="drift",
+                outcome=outcome,
+                sentence="the wiring is no longer that of the run's first report"
+                if broken
+                else "the wiring is that of the run's first report",
+                evidence=(("recapture.final.postnorm.relative_l2.of_the_worst_token", 0.04),) * broken,
+                fault="conformance-changed" if broken else None,
+                next_step="find the change between the two" if broken else "",
+            ),
             Finding(
                 name="loss.mix",
                 outcome="skipped",

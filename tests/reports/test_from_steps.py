@@ -1,12 +1,13 @@
 """A run's steps as one report: the moment of drift, timelines by name, findings with their step."""
 
+import math
 from typing import Any
 
 import pytest
 
 from parity.errors import ParityError
 from parity.reports import from_steps, schema, to_html, to_json, to_text
-from parity.reports.record import Column, Finding, Outcome, StepReport, Table, Value
+from parity.reports.record import Column, Finding, Outcome, Report, StepReport, Table, Value
 
 
 def finding(outcome: Outcome, name: str = "noise", fault: str | None = None) -> Finding:
@@ -69,16 +70,76 @@ def test_drift(outcomes: tuple[Outcome, ...], marks: tuple[tuple[int, str], ...]
 
 
 def test_a_mark_names_the_fault_and_stands_on_every_timeline() -> None:
-    values = (("loss", 2.0), ("layer.1.snr", 3.0))
     steps = [
-        step(1, finding("pass"), values=values),
-        step(2, finding("fail", fault="noise-on-labels"), finding("fail", "labels"), values=values),
+        step(1, finding("pass"), values=(("loss", 2.0), ("layer.1.snr", 3.0))),
+        step(
+            2,
+            finding("fail", fault="noise-on-labels"),
+            finding("fail", "labels"),
+            values=(("loss", 1.5), ("layer.1.snr", 4.0)),
+        ),
     ]
     report = from_steps.report_of(steps, title="r", command="c")
     timelines = [table for table in report.tables if table.name.startswith("timeline.")]
     assert [table.name for table in timelines] == ["timeline.loss", "timeline.layer.*.snr"]
+    assert timelines[1].title == "layer.1.snr over steps"  # a group of one has its own name
     for table in timelines:
-        assert table.chart is not None and table.chart.marks == ((2, "noise-on-labels, labels"),)
+        assert table.chart is not None and table.chart.marks == ((2, "noise-on-labels +1"),)
+    assert (
+        timelines[0].chart is not None and "(step 2: noise-on-labels, labels)" in timelines[0].chart.caption
+    )
+
+
+def numbers_of(report: Report) -> list[str]:
+    """Names of the tables that the steps' numbers went into."""
+    return [table.name for table in report.tables if table.name.startswith(("timeline.", "unchanged"))]
+
+
+def test_what_never_changed_has_no_timeline_and_is_listed() -> None:
+    steps = [
+        step(
+            n,
+            values=(
+                ("a.mean", 1.0 * n),
+                ("slot.2.weight", 0.5),
+                ("slot.10.weight", 0.25),
+                ("loss.gamma", 4.0),
+            ),
+        )
+        for n in (1, 2, 3)
+    ]
+    report = from_steps.report_of(steps, title="r", command="c")
+    assert numbers_of(report) == ["timeline.*.mean", "unchanged"]
+    assert report.table("unchanged").rows == (
+        ("slot.2.weight", 0.5, 3),
+        ("slot.10.weight", 0.25, 3),
+        ("loss.gamma", 4.0, 3),
+    )
+    only = from_steps.report_of(steps[:1], title="r", command="c")
+    assert (
+        numbers_of(only) == ["unchanged"] and len(only.table("unchanged").rows) == 4
+    )  # one step moves nothing, and hides nothing
+
+
+def test_what_is_never_finite_has_not_changed() -> None:
+    steps = [step(n, values=(("snr", math.nan),)) for n in (1, 2)]
+    report = from_steps.report_of(steps, title="r", command="c")
+    assert numbers_of(report) == ["unchanged"]
+
+
+def test_a_run_is_looked_at_for_its_loss_and_tau_before_its_moments() -> None:
+    names = ("x.std", "x.mean", "lr", "layer.1.snr", "slot.1.accuracy", "tau.estimate", "loss")
+    steps = [step(n, values=tuple((name, 1.0 * n) for name in names)) for n in (1, 2)]
+    report = from_steps.report_of(steps, title="r", command="c")
+    assert [report.table(name).title.removesuffix(" over steps") for name in numbers_of(report)] == [
+        "loss",
+        "tau.estimate",
+        "slot.1.accuracy",
+        "layer.1.snr",
+        "lr",
+        "x.mean",
+        "x.std",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +158,12 @@ def test_values_are_grouped_by_name(name: str, group: tuple[str, str]) -> None:
 
 def test_timelines_sort_lines_by_number_and_choose_their_axis() -> None:
     def values(step: int) -> tuple[tuple[str, Value], ...]:
-        return (("slot.10.weight", 1e-4 * step), ("slot.2.weight", 1.0), ("a.mean", -1.0), ("b.mean", 200.0))
+        return (
+            ("slot.10.weight", 1e-4 * step),
+            ("slot.2.weight", 1.0),
+            ("a.mean", -1.0 * step),
+            ("b.mean", 200.0),
+        )
 
     report = from_steps.report_of([step(n, values=values(n)) for n in (1, 2)], title="r", command="c")
     slots, means = report.table("timeline.slot.*.weight"), report.table("timeline.*.mean")

@@ -149,9 +149,40 @@ def test_the_moment_of_drift_is_marked(view: Any) -> None:
     timelines = page.locator(".chart.timeline")
     assert timelines.count() > 5
     for index in range(timelines.count()):
-        assert "noise-on-labels" in timelines.nth(index).locator("svg").inner_html()
+        assert "noise-on-labels +1" in timelines.nth(index).locator("svg").inner_html()
+    assert "step 300: noise-on-labels, conformance-changed" in page.locator("figcaption").all_inner_texts()[0]
     matrix = page.locator("[data-chart]", has=page.locator("svg")).filter(has_text="layer 61").first
     assert "0.81" in matrix.inner_text()  # a small matrix is read: each cell holds its number
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [1200, 390])
+def test_charts_fill_their_place_and_nothing_is_cut(view: Any, kind: str, width: int) -> None:
+    """Long legends and labels must not press the plot together, nor hang over the picture's edge."""
+    page = view(kind, width).page
+    charts = page.evaluate(
+        """() => [...document.querySelectorAll(".chart svg")].map(svg => {
+            const whole = svg.getBoundingClientRect();
+            const box = svg.querySelector(".mark-group.role-frame.root > g > path.background");
+            const frame = box.getBoundingClientRect();
+            const texts = [...svg.querySelectorAll("text")].filter(t => getComputedStyle(t).opacity > 0);
+            const over = texts.map(t => [t.textContent, t.getBoundingClientRect().right - whole.right])
+                .filter(([text, right]) => text && right > 1);
+            return [svg.closest(".chart").dataset.chart, frame.width / whole.width, over];
+        })"""
+    )
+    assert charts
+    assert [name for name, share, _ in charts if share < 0.5] == []
+    assert [(name, over) for name, _, over in charts if over] == []
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+def test_names_of_evidence_keep_to_their_column(view: Any, width: int) -> None:
+    page = view("train", width).page
+    wide = page.evaluate(
+        "[...document.querySelectorAll('dt, dd')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
+    )
+    assert wide == 0
 
 
 def test_by_keyboard(view: Any) -> None:
