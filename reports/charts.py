@@ -178,7 +178,7 @@ def _colours(plot: Plot) -> dict[str, Any]:
 
 def _columns(names: Sequence[str]) -> int:
     """Columns of a legend: as many as fit beside each other on a phone, where a wider one would eat the chart."""
-    entry = 32 + 6.8 * min(max(map(len, names), default=0), LEGEND / 6.8)
+    entry = 24 + 6.4 * max(map(len, names), default=0)  # a symbol, a gap, and letters of 12 pixels
     return int(min(8, max(1, LEGEND // entry)))
 
 

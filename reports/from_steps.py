@@ -200,7 +200,9 @@ def _timelines(steps: Sequence[StepReport], marks: Sequence[tuple[int, str]]) ->
     if still:
         yield Table(
             name="unchanged",
-            title="Numbers that were the same at every probed step" if len(steps) > 1 else "Numbers of the probed step",
+            title="Numbers that were the same at every probed step"
+            if len(steps) > 1
+            else "Numbers of the probed step",
             columns=(
                 Column(key="name", title="what"),
                 Column(key="value", title="value", kind="float"),
