@@ -325,12 +325,6 @@ class SyntheticStates:
         return _joined(batch, self.recipe, documents)
 
 
-def resolve(model: str) -> str:
-    """The name or folder that transformers loads: `embedded:NAME` is the folder of an embedded target."""
-    kind, _, name = model.partition(":")
-    return str(tiny.embedded(name)) if kind == "embedded" else model  # type: ignore[arg-type]
-
-
 def open_target(training: Training) -> tuple[Parts, StateSource, Any]:
     """The target's parts, the state source and the tokenizer that a training file asks for.
 
@@ -362,7 +356,7 @@ def target_spec(recipe: Recipe, device: str = "cpu") -> TargetSpec:
     """How the recipe's target is loaded."""
     target = recipe.target
     return TargetSpec(
-        model=resolve(target.model),
+        model=tiny.resolve(target.model),
         revision=target.revision,
         dtype=target.dtype,
         loader=target.loader,
@@ -374,7 +368,7 @@ def tokenizer_of(recipe: Recipe) -> Any:
     """The target's tokenizer. Raises ParityError where it has none."""
     from transformers import AutoTokenizer
 
-    name, options = found_at(resolve(recipe.target.model))
+    name, options = found_at(tiny.resolve(recipe.target.model))
     try:
         return AutoTokenizer.from_pretrained(name, revision=recipe.target.revision, **options)
     except (OSError, ValueError, KeyError) as error:

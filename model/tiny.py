@@ -136,6 +136,15 @@ def data_root() -> Path:
     return Path(str(resources.files("parity.model").joinpath("embedded")))
 
 
+def resolve(model: str) -> str:
+    """The name or folder that transformers loads: `embedded:NAME` is the folder of an embedded target.
+
+    Raises ParityError where no embedded target is called that.
+    """
+    kind, colon, name = model.partition(":")
+    return str(embedded(name)) if colon and kind == "embedded" else model  # type: ignore[arg-type]
+
+
 def embedded(name: Name = "hybrid", *, root: Path | None = None) -> Path:
     """Return the folder of an embedded target after checking the sha256 of each of its files.
 

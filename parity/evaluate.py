@@ -126,7 +126,7 @@ def _rows(training: "Training", tokenizer: Any, prompts: Path | None, most: int)
     """What is to be continued: the file's prompts, or the held-out ones."""
     if prompts is None:
         return _held_out(training, tokenizer, most)
-    from parity.model.states import resolve
+    from parity.model.tiny import resolve
     from parity.model.tokens import entries
 
     model = training.recipe.target.model

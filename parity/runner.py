@@ -162,8 +162,9 @@ def _examined(
     hide: Sequence[str],
 ) -> "_Subject":
     """The target to capture: the one named, else the recipe's, else the embedded one."""
-    from parity.model.states import resolve
+    from parity.model.tiny import resolve
 
+    model = None if model is None else resolve(model)
     if target is not None and target.model != "embedded:hybrid":
         model = model or resolve(target.model)
         loader, revision = loader or target.loader, revision or target.revision
@@ -544,7 +545,7 @@ def suspicions(
 ) -> tuple[Suspicion, ...]:
     """The table a check ends with: ruled out, found, or not tested because.
 
-    unasked: `target` and `trainer` -> why nobody asked it, where nobody did.
+    unasked: `target`, `trainer` or a probe's name -> why nobody asked it, where nobody did.
     """
     return tuple(_answer(question, findings, unasked or {}) for question in SUSPICIONS)
 
@@ -562,7 +563,8 @@ def _answer(question: _Question, findings: Sequence[Finding], unasked: Mapping[s
     elif failed:
         verdict, because = "found", failed[0].sentence
     elif not passed or (unanswered and question.needs_all) or any(f.outcome == "error" for f in mine):
-        because = unanswered[0].sentence if unanswered else unasked.get(question.asks, "no probe asked")
+        nobody = unasked.get(question.findings[0]) or unasked.get(question.asks, "no probe asked")
+        because = unanswered[0].sentence if unanswered else nobody
     else:
         verdict, because = "ruled out", passed[0].sentence
         if unanswered:
@@ -611,8 +613,8 @@ def _report(
 def _unasked(
     subject: "_Subject | None", trainer: "wiring.Asked | None", recipe: "Recipe | None"
 ) -> dict[str, str]:
-    """Why a whole side was not asked."""
-    why = {}
+    """Why a whole side was not asked, or one probe of the trainer's."""
+    why = dict(trainer.conformance.unanswered) if trainer is not None else {}
     if subject is None:
         why["target"] = "not among the probes that were asked"
         if recipe is not None and _named_target(recipe, "") is None:

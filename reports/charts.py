@@ -52,11 +52,14 @@ class Drawing:
 
 
 def draw(table: Table) -> Drawing | None:
-    """The table's chart; None where it has none, or no rows. Raises ValueError where a column is missing."""
+    """The table's chart; None where it has none, no rows, or bars of no height. Raises ValueError where a column is
+    missing."""
     if table.chart is None or not table.rows:
         return None
     plot = plot_of(table, table.chart)
     numbers = plot.numbers()
+    if table.chart.kind == "bars" and numbers and not any(numbers) and set(plot.rows["k"]) == {NUMBER}:
+        return None
     if not numbers:
         if ZERO not in plot.rows["k"]:
             plot.remarks.append("No value can be placed on the axis.")

@@ -11,6 +11,7 @@ import torch
 
 from parity.capture import capture_to
 from parity.errors import ParityError
+from parity.model import tiny
 from parity.trace import Trace
 
 COMMAND = [sys.executable, "-m", "parity", "capture", "--dtype", "float32"]
@@ -78,3 +79,15 @@ def test_unwritable_output_is_a_message(hybrid: Path, tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 2, done.stderr
+
+
+def test_an_embedded_target_goes_by_its_name(tmp_path: Path) -> None:
+    """As in a training file; a name that none has is a message, not a question to the hub."""
+    file = tmp_path / "p.txt"
+    file.write_text("Compute 12 + 30.\n")
+    for name, model in (("name", "embedded:dense"), ("path", str(tiny.embedded("dense")))):
+        capture_to(tmp_path / name, model=model, prompts=file, dtype="float32")
+    named, given = (Trace.open(tmp_path / name) for name in ("name", "path"))
+    assert named.manifest.target == given.manifest.target
+    with pytest.raises(ParityError, match="only dense, hybrid"):
+        capture_to(tmp_path / "none", model="embedded:huge", prompts=file)

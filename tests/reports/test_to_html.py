@@ -187,6 +187,12 @@ def test_nothing_but_zeros_is_still_a_chart() -> None:
     ]
 
 
+def test_bars_of_no_height_are_no_chart() -> None:
+    """Their table says it better; one bar of any height draws them all."""
+    assert charts.draw(_table("bars", (("p", "a", 0.0), ("q", "a", 0.0)))) is None
+    assert charts.draw(_table("bars", (("p", "a", 0.0), ("q", "a", 0.5)))) is not None
+
+
 def test_too_many_rows_keep_their_peaks() -> None:
     peak = 1234
     rows = tuple((x, "a", 9.0 if x == peak else 1.0 + x % 7 / 10) for x in range(30_000))
