@@ -5,22 +5,24 @@ that was made in Python.
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import BaseModel
 
 from parity.errors import ParityError
-from parity.model.loss import SOFT_TERMS
 
 if TYPE_CHECKING:
     from parity.model.config import Recipe, Training
 
 Key = tuple[str, ...]
 """A place in the file: ("recipe", "teacher", "state")."""
-TERMS = ("ce", *SOFT_TERMS)
+TERMS = ("ce", "kl", "rkl", "js", "tv", "nla", "lk")
+"""Terms of the loss: ce and `parity.model.loss.SOFT_TERMS`, by name, so that a training file is read without torch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,3 +235,43 @@ def check_layers(recipe: "Recipe", layers: int) -> None:
             )
     if clash is not None:
         clash.refuse({"recipe": recipe}, None)
+
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""`name` or `owner/name`, as hubs allow them."""
+FILES = {".gguf"}
+"""Files that are a model by themselves."""
+
+
+def check_target(recipe: "Recipe", lines: Lines, *, ours: bool = False) -> None:
+    """Refuse a target that can only be meant as a path and is no model: not there, or something else.
+
+    `owner/name` where nothing of that name is on this disk is a name on a hub, which is asked later. A Python file is
+    the target of a user's own trainer, which alone knows what to do with it; it is looked for beside the training file
+    too, and refused where `ours`: parity's own trainer is to load it. Raises ParityError that quotes the line.
+    """
+    name = recipe.target.model
+    if name.startswith(("embedded:", "synthetic:")):
+        return
+    path, key = Path(name).expanduser(), ("recipe", "target", "model")
+    beside = Path(lines.file).parent / path
+    local = path.suffix in {".py", *FILES} or HUB_NAME.fullmatch(name) is None
+    found, do = "", "give a hub name, the folder that holds config.json, or a .gguf file"
+    if path.suffix == ".py":
+        if not path.is_file() and not beside.is_file():
+            found, do = "no such file", f"check the path, or {do}"
+        elif ours:
+            found = "a Python file, which only a trainer of your own can make a target of"
+    elif path.is_dir():
+        if not (path / "config.json").is_file() and not any(path.glob("*.gguf")):
+            found = "a folder without config.json"
+    elif path.is_file():
+        if path.suffix not in FILES:
+            found = "a file that is no model"
+    elif local:
+        found = "no such file or folder"
+        if beside.exists():
+            do = f"paths are looked for where the command runs ({Path.cwd()}): there is one at {beside.resolve()}"
+    if found:
+        where = f" in {lines.file}" if lines.file else ""
+        raise ParityError(f"{lines.quote(key, name)}{where}", found, do)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for type checkers, which do not run `__getattr__`
     from parity.capture import capture_to as capture
-    from parity.compare import compare as compare
+    from parity.compare_paths import compare as compare
     from parity.errors import ExitCode as ExitCode
     from parity.errors import NothingComparable as NothingComparable
     from parity.errors import ParityError as ParityError
@@ -39,7 +39,7 @@ PUBLIC: dict[str, str] = {
     "Trace": "parity.trace:Trace",
     "capture": "parity.capture:capture_to",
     "check": "parity.runner:check",
-    "compare": "parity.compare:compare",
+    "compare": "parity.compare_paths:compare",
     "evaluate": "parity.evaluate:evaluate",
     "export": "parity.exchange:export",
     "gate": "parity.gate:gate",
@@ -77,8 +77,8 @@ class _Command(ModuleType):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _, _, function = PUBLIC[self.__name__.removeprefix("parity.")].partition(":")
-        return getattr(self, function)(*args, **kwargs)
+        module, _, function = PUBLIC[self.__name__.removeprefix("parity.")].partition(":")
+        return getattr(import_module(module), function)(*args, **kwargs)
 
 
 class _Package(ModuleType):

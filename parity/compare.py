@@ -43,13 +43,12 @@ from parity.sketch import (
     SKETCH_CONTROLS,
     SketchRows,
     is_sketch,
-    open_trace,
     sketch_sides,
     sketch_stats,
     sketched_rules,
 )
 from parity.tolerance import CONTROLS, Floor, Policy, coarsest, hardware, rules_for
-from parity.trace import Trace
+from parity.trace import NOT_STATED, Trace
 
 Rows = torch.Tensor | SketchRows
 """Some rows of one tap of one side."""
@@ -61,43 +60,6 @@ second full pass, and no copy of much memory where a row is a vocabulary."""
 _MAX = FIELDS.index("max_abs")
 VERSION = "1"
 """Of what a unit's numbers mean: a comparison that goes on after an update of this package starts afresh."""
-
-
-def compare(
-    a: str | Path | Trace,
-    b: str | Path | Trace,
-    *,
-    golden: str | Path | Trace | None = None,
-    floor: str | Path | Floor | None = None,
-    policy: str | Path | Policy | None = None,
-    taps: Sequence[str] | None = None,
-    progress: Progress | None = None,
-    threads: int = 1,
-    ranks: Ranks | None = None,
-    work: Path | None = None,
-) -> Comparison:
-    """`compare_traces` of traces, floor and policy that may be given as paths; a `floor` that is a trace's folder is
-    measured (`measure_floor`): a rerun of side b, or the same in another batch or order of sums."""
-
-    def opened(trace: str | Path | Trace) -> Trace:
-        return trace if isinstance(trace, Trace) else open_trace(Path(trace))
-
-    reference = opened(b)
-    if isinstance(floor, (str, Path)):
-        given = Path(floor)
-        floor = measure_floor(opened(given), reference, taps=taps) if given.is_dir() else Floor.load(given)
-    return compare_traces(
-        opened(a),
-        reference,
-        golden=None if golden is None else opened(golden),
-        floor=floor,
-        policy=Policy.load(Path(policy)) if isinstance(policy, (str, Path)) else policy,
-        progress=progress,
-        taps=taps,
-        threads=threads,
-        ranks=ranks,
-        work=work,
-    )
 
 
 def measure_floor(benign: Trace, reference: Trace, *, taps: Sequence[str] | None = None) -> Floor:
@@ -149,7 +111,7 @@ def compare_traces(
     policy = policy or Policy()
     alignment = align(a, b, taps)
     sketched = is_sketch(a) or is_sketch(b)
-    golden_ids = _golden_requests(golden, b, alignment, sketched) if golden is not None else {}
+    golden_ids = _golden_requests(golden, a, b, alignment, sketched) if golden is not None else {}
     held = [golden is not None and _holds(golden, pair) for pair in alignment.taps]
     rows = [pair.rows for pair in alignment.requests]
     columns = kept_columns(len(alignment.taps), len(COLUMNS) if any(held) else 3, sum(rows))
@@ -188,7 +150,7 @@ def compare_traces(
         golden=golden,
         alignment=alignment,
         policy=policy,
-        notes=_floor_notes(floor, a, b),
+        notes=_floor_notes(floor, a, b) + _golden_notes(golden, a, b),
         implementation=reader.implementation,
         began=began,
     )
@@ -231,7 +193,9 @@ def _depth(trace: Trace, pair: TapPair) -> int:
     return 0 if pair.name.startswith("embed") else trace.manifest.target.layers + 1
 
 
-def _golden_requests(golden: Trace, b: Trace, alignment: Alignment, sketched: bool) -> dict[str, str]:
+def _golden_requests(
+    golden: Trace, a: Trace, b: Trace, alignment: Alignment, sketched: bool
+) -> dict[str, str]:
     """Id in b to id in the golden. Raises ParityError where the golden is not float64 or lacks a request."""
     if sketched or is_sketch(golden):
         raise ParityError(
@@ -253,11 +217,12 @@ def _golden_requests(golden: Trace, b: Trace, alignment: Alignment, sketched: bo
             proof.problems[0] if proof.problems else f"a capture on {backend_of(golden.manifest)}",
             "capture it with --backend golden, whose operators are independent recurrences",
         )
-    if golden.manifest.target.weights != b.manifest.target.weights:
+    judged, letter = _stating_weights(golden, a, b)
+    if golden.manifest.target.weights != judged.manifest.target.weights:
         raise ParityError(
-            f"{golden.path} as golden of {b.path}",
-            "other weights than side B's",
-            "capture the golden from the reference's checkpoint",
+            f"{golden.path} as golden of {judged.path}",
+            f"other weights than side {letter}'s",
+            f"capture the golden from the checkpoint of side {letter}",
         )
     known = {pair.a.id: pair for pair in align(b, golden).requests}
     lacking = [
@@ -272,6 +237,37 @@ def _golden_requests(golden: Trace, b: Trace, alignment: Alignment, sketched: bo
             "capture the golden from the same prompts",
         )
     return {pair.b.id: known[pair.b.id].b.id for pair in alignment.requests}
+
+
+def _stating_weights(golden: Trace, a: Trace, b: Trace) -> tuple[Trace, str]:
+    """The side whose weights are held against the golden's, and its letter: b, or a where b is a dump.
+
+    A dump states no weights. Where one side is known to have the golden's, a dump of others shows: it is further from
+    the golden than the rule allows, whichever side it is. Two dumps can both be far, equally, and would pass.
+    """
+    stated = [(side, letter) for side, letter in ((b, "B"), (a, "A")) if _states_weights(side)]
+    if not stated:
+        raise ParityError(
+            f"{golden.path} as golden of {b.path}",
+            "dumps on both sides, which state no weights, so nobody knows whether the golden is of theirs",
+            "compare each dump with a trace of `parity capture` and that golden, or leave --golden out",
+        )
+    return stated[0]
+
+
+def _states_weights(side: Trace) -> bool:
+    """Whether a side says which weights computed it; another tool's dump does not."""
+    return side.manifest.target.config_sha256 != NOT_STATED
+
+
+def _golden_notes(golden: Trace | None, a: Trace, b: Trace) -> tuple[str, ...]:
+    """Whose weights were not held against the golden's."""
+    silent = [letter for side, letter in ((a, "a"), (b, "b")) if not _states_weights(side)]
+    if golden is None or not silent:
+        return ()
+    return (
+        f"side {' and '.join(silent)} states no weights: only the other side's were held against the golden's",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,13 +174,16 @@ class Comparison:
     seconds: float
     escalations: tuple[Escalation, ...] = ()
     """For estimates: what a full capture has to show."""
+    source_problems: tuple[str, ...] = ()
+    """What a dump's slices were taken for and are not; each counts as failure. Its taps bear the names that were
+    found, so that their numbers alone would pass."""
 
     @property
     def outcome(self) -> Outcome:
         """The worst of structure and taps. A comparison of nothing is `skipped`, never a pass."""
         outcomes = {tap.outcome for tap in self.taps}
-        if "error" in outcomes and "fail" not in outcomes and not (self.unpaired or self.proof_problems):
-            return "error"
-        if self.unpaired or self.proof_problems or "fail" in outcomes:
+        if self.unpaired or self.proof_problems or self.source_problems or "fail" in outcomes:
             return "fail"
+        if "error" in outcomes:
+            return "error"
         return "skipped" if outcomes <= {"skipped"} else "pass"

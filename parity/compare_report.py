@@ -34,13 +34,15 @@ def tables_and_findings(
     ]
     if comparison.unpaired:
         tables.append(_unpaired(comparison, name))
-    findings = (
+    findings: tuple[Finding, ...] = (
         _structure(comparison, name),
         _proof(comparison, name),
         _identity(comparison, name),
         _gate(comparison, name),
         _controls(comparison, name),
     )
+    if comparison.source_problems:
+        findings = (_sources(comparison, name), *findings)
     if diagnosis is None:
         return tuple(tables), findings
     named = tuple(
@@ -190,6 +192,18 @@ def _structure(c: Comparison, name: str) -> Finding:
         sentence=f"without an equal partner: {_count(len(c.unpaired), 'item')}, first "
         f"{first.kind} {first.name} ({side}): {first.detail}",
         next_step="capture both sides with the same prompts, taps and dtype, or choose --taps",
+    )
+
+
+def _sources(c: Comparison, name: str) -> Finding:
+    """What a dump's slices were taken for and are not."""
+    more = len(c.source_problems) - 1
+    return Finding(
+        name=f"{name}.sources",
+        outcome="fail",
+        sentence=c.source_problems[0] + (f"; and {_count(more, 'more problem')}" if more else ""),
+        evidence=tuple((f"problem {i}", text) for i, text in enumerate(c.source_problems)),
+        next_step="correct what the mapping or the dump's tool says of its slices; `parity compare` shows each",
     )
 
 

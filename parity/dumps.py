@@ -85,14 +85,15 @@ def is_trace(path: Path) -> bool:
 
 
 def open_pair(
-    a: Path,
-    b: Path,
+    a: Path | Trace,
+    b: Path | Trace,
     mapping: Mapping | None = None,
     *,
     align: Align | None = None,
     limits: Limits = LIMITS,
 ) -> Pair:
-    """Open two paths, each a trace or a dump of any known format, and give their taps common names.
+    """Open two paths, each a trace or a dump of any known format, and give their taps common names. What was opened
+    before is taken as it is.
 
     A dump's slices are found in the other side (`dumps_identify`); names that were declared are kept only where they
     hold. Raises ParityError for what cannot be read and for a slice that nothing declares and nothing matches,
@@ -101,27 +102,31 @@ def open_pair(
     mapping = mapping or Mapping()
     parts = {"a": mapping.a, "b": mapping.b}
     opened: dict[str, Trace] = {}
-    for letter, path in (("a", a), ("b", b)):
-        if is_trace(path):
-            opened[letter] = _trace(path, letter, parts[letter])
-    for letter, path in (("b", b), ("a", a)):
-        if letter not in opened:
+    for letter, given in (("a", a), ("b", b)):
+        if isinstance(given, Trace) or is_trace(given):
+            opened[letter] = _trace(given, letter, parts[letter])
+    for letter, given in (("b", b), ("a", a)):
+        if letter not in opened and isinstance(given, Path):
             other = opened.get("b" if letter == "a" else "a")
-            opened[letter] = dump_of(path, parts[letter], state_width(other), limits)
-    if isinstance(opened["b"], Dump) and unsplit(opened["b"]):  # side a may know the width of a layer
+            opened[letter] = dump_of(given, parts[letter], state_width(other), limits)
+    read = opened["b"]
+    if (
+        isinstance(b, Path) and isinstance(read, Dump) and unsplit(read)
+    ):  # side a may know the width of a layer
         opened["b"] = dump_of(b, parts["b"], state_width(opened["a"]), limits)
     first, second, by_order = _with_tokens(opened["a"], opened["b"], align or mapping.align)
     return _named(first, second, mapping, by_order)
 
 
-def _trace(path: Path, letter: str, part: SideMap) -> Trace:
+def _trace(given: Path | Trace, letter: str, part: SideMap) -> Trace:
     if part != SideMap():
+        path = given.path if isinstance(given, Trace) else given
         raise ParityError(
             f"a mapping for side {letter}",
             f"{path}, a trace, which says itself what it holds",
             f"remove `{letter}:` from the mapping",
         )
-    return open_trace(path)
+    return given if isinstance(given, Trace) else open_trace(given)
 
 
 def _with_tokens(a: Trace, b: Trace, align: Align) -> tuple[Trace, Trace, bool]:

@@ -43,6 +43,12 @@ def with_sources(report: Report, pair: Pair, *, name: str = "compare") -> Report
     )
 
 
+def source_problems(pair: Pair, *, name: str = "compare") -> tuple[str, ...]:
+    """What the slices of a pair's dumps were taken for and are not, in words."""
+    findings = [finding for side in pair.sides if side.foreign for finding in _findings(side, name)]
+    return tuple(finding.sentence for finding in findings if finding.outcome == "fail")
+
+
 def _called(side: Side) -> str:
     """A side in two words."""
     return f"{side.format} dump" if side.foreign else "trace"

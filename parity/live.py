@@ -139,7 +139,9 @@ def _lab(model: Any, ids: Sequence[int] | None, dtype: str, backend: str, loader
 
     target = model
     if not isinstance(model, Target):
-        spec = TargetSpec(model=resolve(str(model)), dtype=dtype, loader=loader, device_map=device_map(choice))
+        spec = TargetSpec(
+            model=resolve(str(model)), dtype=dtype, loader=loader, device_map=device_map(choice)
+        )
         with _quiet():
             target = load(spec)
     given = _ids(target, ids)

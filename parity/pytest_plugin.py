@@ -48,15 +48,15 @@ def assert_parity(
     compared; ParityError for what cannot be read.
     """
     __tracebackhide__ = True
-    from parity.compare import compare
-    from parity.compare_report import report_of
+    from parity.compare_paths import compared, reported
     from parity.errors import NothingComparable
     from parity.gate import gate
 
     rules = _policy(policy)
     try:
-        comparison = compare(a, b, golden=golden, floor=floor, policy=rules, taps=taps)
-        verdict = gate(report_of(comparison, "assert_parity"), policy=rules, baseline=baseline)
+        comparison, pair = compared(a, b, golden=golden, floor=floor, policy=rules, taps=taps)
+        report = reported(comparison, pair, "assert_parity")
+        verdict = gate(report, policy=rules, baseline=baseline)
     except NothingComparable as error:
         raise AssertionError(f"nothing was compared\n{error}") from None
     if verdict.outcome not in ("pass", "warn"):

@@ -615,6 +615,8 @@ def _unasked(
 ) -> dict[str, str]:
     """Why a whole side was not asked, or one probe of the trainer's."""
     why = dict(trainer.conformance.unanswered) if trainer is not None else {}
+    if why.keys() == {"adapter"} and trainer is not None and not trainer.conformance.statements:
+        why["trainer"] = "see the finding adapter"
     if subject is None:
         why["target"] = "not among the probes that were asked"
         if recipe is not None and _named_target(recipe, "") is None:

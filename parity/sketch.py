@@ -118,8 +118,8 @@ class SketchTrace(Trace):
         """What is kept of one tap of one request. Raises ParityError for a damaged shard."""
         entry, info = self.request(request_id), self.tap(tap)
         dims = self.manifest.sketch.dims if self.manifest.sketch is not None else 0
+        shard = self.shard_of(entry)
         try:
-            shard = self._shard(entry.shard)
             held = Sketch.of_tensors({name: shard.get_tensor(f"{tap}:{name}") for name in PARTS})
         except Exception as error:
             raise ParityError(

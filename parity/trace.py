@@ -38,6 +38,8 @@ NOT_STATED = "not stated"
 """What a manifest says where its writer does not know: another tool's dump (`parity.dumps`) names no backend."""
 _ONE_OF_EACH: dict[Any, Any] = {}
 """The one object that stands for all equal token ids, or texts."""
+IDENTIFYING = ("token_ids", "rows", "shard", "prompt_tokens", "origin")
+"""Of a request's entry, what shard and manifest have to agree on besides its id; texts and notes are for showing."""
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}\.safetensors")
 
 Norm = Literal["none", "pre", "post"]
@@ -174,10 +176,11 @@ class Manifest(_Record):
 
 
 class Trace:
-    """A finished trace, read lazily: opening reads the manifest and the shards' headers, no tensor."""
+    """A finished trace, read lazily: opening reads the manifest, the first touch of a request its shard's header."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
+        self._checked: set[str] = set()
         self._requests = {entry.id: entry for entry in manifest.requests}
         self._taps = {tap.name: tap for tap in manifest.taps}
         # A few open maps are enough for a comparison that walks both sides in the same order.
@@ -239,11 +242,12 @@ class Trace:
     def tensor(self, request_id: str, tap: str) -> "torch.Tensor":
         """The tap's [tokens, width] tensor of one request, memory-mapped: bytes are read when touched.
 
-        Raises ParityError where the shard does not hold what the manifest promises.
+        Raises ParityError where the shard does not hold what the manifest promises, or is another request's.
         """
         entry, info = self.request(request_id), self.tap(tap)
+        shard = self.shard_of(entry)
         try:
-            tensor: torch.Tensor = self._shard(entry.shard).get_tensor(tap)
+            tensor: torch.Tensor = shard.get_tensor(tap)
         except Exception as error:
             raise ParityError(
                 f"{tap} of request {request_id!r} in {self.path / entry.shard}",
@@ -269,10 +273,49 @@ class Trace:
                 found.update(f"{shard} {state.st_size} {state.st_mtime_ns}".encode())
         return found.hexdigest()
 
+    def shard_of(self, entry: RequestEntry) -> Any:
+        """The request's open shard, of which no tensor is read.
+
+        Its own header says whose states it holds, and is held against the manifest once: shards of equal size can be
+        exchanged, and every tensor would still have the right name and shape. Raises ParityError where it is damaged
+        or another's.
+        """
+        shard = self._shard(entry.shard)
+        if entry.id not in self._checked:
+            self._check(entry, shard.metadata() or {})
+            self._checked.add(entry.id)
+        return shard
+
+    def _check(self, entry: RequestEntry, said: Mapping[str, str]) -> None:
+        """Hold what a shard says of itself against the manifest. Raises ParityError where they disagree."""
+        asked = f"the states of request {entry.id!r} in {self.path / entry.shard}"
+        do = "capture that trace again; shard and manifest disagree"
+        whose = said.get("fingerprint", self.manifest.fingerprint)  # older shards name no capture
+        if whose != self.manifest.fingerprint:
+            raise ParityError(asked, "a shard of another capture", do)
+        if (
+            said.get("request") == entry.model_dump_json()
+        ):  # as text: a long request is not built a second time
+            return
+        try:
+            held = RequestEntry.model_validate_json(said.get("request", ""))
+        except ValidationError as error:
+            raise ParityError(asked, "a shard that does not say which request it holds", do) from error
+        if held.id != entry.id:
+            raise ParityError(asked, f"the states of request {held.id!r}", do)
+        for name in IDENTIFYING:
+            if getattr(held, name) != getattr(entry, name):
+                raise ParityError(asked, f"other {name.replace('_', ' ')} than the manifest's", do)
+
     def _open_shard(self, shard: str) -> Any:
         from safetensors import safe_open
 
-        return safe_open(self.path / shard, framework="pt")
+        try:
+            return safe_open(self.path / shard, framework="pt")
+        except Exception as error:
+            raise ParityError(
+                f"the shard {self.path / shard}", f"a damaged shard ({error})", "capture that trace again"
+            ) from error
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -391,7 +434,7 @@ class TraceWriter:
         shard = f"request-{len(self.entries) if position is None else position:06d}.safetensors"
         entry = entry.model_copy(update={"shard": shard, "rows": len(entry.token_ids)})
         temporary = self.partial / (shard + ".writing")
-        metadata = {"request": entry.model_dump_json()} | (
+        metadata = {"request": entry.model_dump_json(), "fingerprint": self.fingerprint} | (
             {"proof": proof.model_dump_json()} if proof else {}
         )
         with _told(self.out):
@@ -402,8 +445,8 @@ class TraceWriter:
     def finish(self, manifest: Manifest) -> Trace:
         """Write the manifest, give the folder its name, and open it.
 
-        `manifest.requests` names the requests in canonical order; their shards are filled in here, and
-        the proofs stored with them are merged into `manifest.backend`.
+        `manifest.requests` names the requests in canonical order; their shards and the fingerprint that
+        these carry are filled in here, and the proofs stored with them are merged into `manifest.backend`.
         Raises ParityError where a request was never written.
         """
         self.refresh()
@@ -416,6 +459,7 @@ class TraceWriter:
             )
         manifest = manifest.model_copy(
             update={
+                "fingerprint": self.fingerprint,
                 "requests": tuple(self.entries[entry.id] for entry in manifest.requests),
                 "backend": merge_proofs([manifest.backend, *self._proofs])
                 if self._proofs

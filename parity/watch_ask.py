@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from parity.conformance import compare_statements
 from parity.environment import environment
 from parity.model.config import Recipe
-from parity.probes.adapters.asking import Broken, Subject, ask, one
+from parity.probes.adapters.asking import Broken, Subject, ask, broken_adapter
 from parity.probes.adapters.base import Adapter
 from parity.probes.table import TABLE
 from parity.reports.from_steps import report_of
@@ -46,8 +46,7 @@ def asked(adapter: Adapter, probes: Sequence[str], found: Found, *, copies: bool
     try:
         answers = ask(Subject(adapter), probes, copies=copies)
     except Broken as broken:
-        sentence = f"the adapter's {broken.part}: expected {broken.expected}, found {broken.found}"
-        answers = [("adapter", one("adapter", "error", sentence, next_step="correct the adapter"))]
+        answers = [("adapter", broken_adapter(broken))]
     for _, answer in answers:
         found.add(findings=answer.findings, tables=answer.tables)
     return conformance(adapter, answers)

@@ -7,6 +7,7 @@ An adapter is `builtin`, `speculators`, `specforge`, or a class in a file of the
 That file is run: it is the user's code, and named by the user.
 """
 
+import ast
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -17,8 +18,8 @@ from typing import Any
 
 from parity.errors import ParityError
 from parity.model.config import Recipe, Training
-from parity.model.config_check import nearest
-from parity.probes.adapters.asking import Broken, Subject, ask, one
+from parity.model.config_check import Lines, check_target, nearest
+from parity.probes.adapters.asking import Broken, Subject, ask, broken_adapter
 from parity.probes.adapters.base import Adapter
 from parity.probes.base import Answer
 from parity.probes.table import TABLE
@@ -50,19 +51,15 @@ def open_adapter(name: str, declared: Training | Recipe) -> Adapter:
     """
     if name in SHIPPED:
         training = _whole(declared, name)
+        check_target(training.recipe, Lines(), ours=True)
         module, _, attribute = SHIPPED[name].partition(":")
         made: Adapter = getattr(importlib.import_module(module), attribute).open(training)
         return made
-    file, separator, attribute = name.rpartition(":")
-    if not separator or not file.endswith(".py"):
-        do = nearest(name, SHIPPED) + ", or give path/to/file.py:Name"
-        raise ParityError(f"--adapter {name}", "no adapter of that name", do)
-    cls = getattr(_module(Path(file)), attribute, None)
+    file, attribute = _file_and_name(name)
+    cls = getattr(_module(file), attribute, None)
     if not (isinstance(cls, type) and issubclass(cls, Adapter)):
-        found = "nothing of that name" if cls is None else f"a {type(cls).__name__} that is no Adapter"
-        raise ParityError(
-            f"--adapter {name}", found, "derive the class from parity.probes.adapters.base.Adapter"
-        )
+        found = "nothing of that name" if cls is None else f"{_kind(cls)} that is no Adapter"
+        raise ParityError(f"--adapter {name}", f"{found}; {_listed(file)}", _how(file))
     own = getattr(cls, "open", None)
     recipe = declared if isinstance(declared, Recipe) else declared.recipe
     try:
@@ -72,6 +69,70 @@ def open_adapter(name: str, declared: Training | Recipe) -> Adapter:
     except Exception as error:
         found = f"its constructor raised {type(error).__name__}: {error}"
         raise ParityError(f"--adapter {name}", found, "correct the adapter") from error
+
+
+FORM = "FILE.py:NAME, NAME being a class derived from parity.probes.adapters.base.Adapter"
+
+
+def _file_and_name(name: str) -> tuple[Path, str]:
+    """`path/to/file.py:Name` in its two parts. Raises ParityError for anything else."""
+    file, separator, attribute = name.rpartition(":")
+    if separator and file.endswith(".py") and attribute:
+        return _existing(Path(file)), attribute
+    bare = name.removesuffix(":")
+    if bare.endswith(".py"):
+        path = _existing(Path(bare))
+        raise ParityError(f"--adapter {name}", f"no class named; {_listed(path)}", _how(path))
+    if "/" in name or separator:
+        raise ParityError(f"--adapter {name}", "no Python file with a class", f"give {FORM}")
+    do = f"{nearest(name, SHIPPED)}; or give {FORM}"
+    raise ParityError(f"--adapter {name}", "no adapter of that name", do)
+
+
+def _existing(file: Path) -> Path:
+    if not file.is_file():
+        raise ParityError(f"--adapter {file}", "no such file", f"check the path; the form is {FORM}")
+    return file
+
+
+def _kind(value: object) -> str:
+    return f"a class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def _listed(file: Path) -> str:
+    """The adapters of a file in words."""
+    names = adapters_in(file)
+    return (
+        f"{file.name} has {', '.join(names)}" if names else f"{file.name} has no class derived from Adapter"
+    )
+
+
+def _how(file: Path) -> str:
+    names = adapters_in(file)
+    return " or ".join(f"--adapter {file}:{name}" for name in names[:4]) if names else f"give {FORM}"
+
+
+def adapters_in(file: Path) -> list[str]:
+    """Names of the adapter classes that a file's text defines, in its order; the file is read and not run.
+
+    A class is one where a base is `Adapter`, an adapter of ours, or another such class of the file: by their names, so
+    that a base which is made or renamed elsewhere is not seen. Empty where the text is no Python.
+    """
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    known = {"Adapter", *(place.partition(":")[2] for place in SHIPPED.values())}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    known |= {each.asname for node in imports for each in node.names if each.asname and each.name in known}
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    found: list[str] = []
+    for _ in classes:  # as often as a chain of bases may be long
+        for node in classes:
+            bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+            if node.name not in found and bases & {*known, *found}:
+                found.append(node.name)
+    return [node.name for node in classes if node.name in found]
 
 
 def _whole(declared: Training | Recipe, adapter: str) -> Training:
@@ -86,8 +147,6 @@ def _whole(declared: Training | Recipe, adapter: str) -> Training:
 
 def _module(file: Path) -> ModuleType:
     """A user's file as a module, its folder importable as for a script."""
-    if not file.is_file():
-        raise ParityError(f"--adapter {file}", "no such file", "check the path")
     spec = importlib.util.spec_from_file_location(f"parity_adapter_{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -116,8 +175,7 @@ def ask_trainer(
     try:
         answers = tuple(ask(Subject(opened), only, say))
     except Broken as broken:
-        sentence = f"the adapter's {broken.part}: expected {broken.expected}, found {broken.found}"
-        answers = (("adapter", one("adapter", "error", sentence, next_step="correct the adapter")),)
+        answers = (("adapter", broken_adapter(broken)),)
     return Asked(
         adapter=opened.name or type(opened).__name__,
         answers=answers,
@@ -133,7 +191,9 @@ def conformance(adapter: Adapter, answers: Sequence[tuple[str, Answer]]) -> Conf
         recipe=recipe.hash,
         statements=tuple(answer.statement for _, answer in answers if answer.statement is not None),
         unanswered=tuple(
-            (name, answer.findings[0].sentence) for name, answer in answers if answer.statement is None
+            (name, answer.unasked or answer.findings[0].sentence)
+            for name, answer in answers
+            if answer.statement is None
         ),
     )
 

@@ -6,7 +6,8 @@ so; a probe never passes on nothing.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from parity.compare import Comparison, compare_traces
 from parity.compare_kernel import PairStats, pair_stats
 from parity.compare_report import tables_and_findings
+from parity.diagnose import diagnose_or_why
 from parity.reports.record import Column, Finding, Statement, Table, Value
 from parity.tolerance import Floor
 from parity.trace import Trace
@@ -87,6 +89,8 @@ class Answer:
     tables: tuple[Table, ...] = ()
     statement: Statement | None = None
     """What a wiring probe measured, whether it is as declared or not."""
+    unasked: str = ""
+    """Why it has no finding: another answer's finding speaks for it too."""
 
 
 class TraceProbe(Protocol):
@@ -107,13 +111,32 @@ def skipped(name: str, because: str, next_step: str) -> Answer:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PairAnswer:
-    """A comparison of two traces in a probe's terms."""
+    """A comparison of two traces in a probe's terms: what differs is named when a probe asks for it in words."""
 
     comparison: Comparison
-    findings: tuple[Finding, ...]
-    tables: tuple[Table, ...]
+    name: str
+    """First part of the names of findings and tables."""
+    a: Trace
+    b: Trace
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """As `parity compare` tells it; where it fails, `NAME.diagnosis` and every failing finding name the fault."""
+        return self._told[1]
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """All kept as detail."""
+        return tuple(replace(t, detail=True, title=f"{t.title} ({self.name})") for t in self._told[0])
+
+    @cached_property
+    def _told(self) -> tuple[tuple[Table, ...], tuple[Finding, ...]]:
+        # A pair that passes is not diagnosed: that would read samples of it again to say nothing.
+        failed = self.comparison.outcome == "fail"
+        diagnosis = diagnose_or_why(self.comparison, self.a, self.b) if failed else None
+        return tables_and_findings(self.comparison, name=self.name, diagnosis=diagnosis)
 
 
 def compare_pair(
@@ -126,22 +149,11 @@ def compare_pair(
     floor: Floor | None = None,
     taps: Sequence[str] | None = None,
 ) -> PairAnswer:
-    """Compare two traces of the evidence; tables other than the profile are kept as detail."""
-    from dataclasses import replace
-
-    comparison = compare_traces(
-        evidence.traces[a],
-        evidence.traces[b],
-        floor=floor,
-        taps=taps,
-        golden=evidence.traces[golden] if golden else None,
-    )
-    tables, findings = tables_and_findings(comparison, name=name)
-    return PairAnswer(
-        comparison=comparison,
-        findings=findings,
-        tables=tuple(replace(table, detail=True, title=f"{table.title} ({name})") for table in tables),
-    )
+    """Compare two traces of the evidence."""
+    one, two = evidence.traces[a], evidence.traces[b]
+    held = evidence.traces[golden] if golden else None
+    comparison = compare_traces(one, two, floor=floor, taps=taps, golden=held)
+    return PairAnswer(comparison=comparison, name=name, a=one, b=two)
 
 
 def token_errors(stats: PairStats) -> NDArray[np.float64]:

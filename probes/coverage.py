@@ -8,9 +8,14 @@ uneven; the standard deviation is under a tenth). The row is drawn again with it
 sentence says whether a document's anchors depend on its row: they do where a global generator is used.
 
 Bugs it finds: a budget of a packed row that starves documents (speculators#1071: 14.7 % of tokens anchored instead of
-30.8 %), anchors in prompts or padding, anchors that are never drawn anew, anchors at the beginning only. Where the
-recipe declares `block.documents: prompt_masked`, a budget of a row is told and is no fault: speculators has one.
-Cost: eighteen draws, no step. Faults: the `coverage` rows of `parity.probes.deviations`.
+30.8 %), anchors in prompts or padding, anchors that are never drawn anew, anchors at the beginning only.
+
+A budget of the row, not of each document, cannot be declared. It is recognised by a number that is the same in every
+epoch, and for half of the documents, while a document gets now more and now fewer. Where that is the declared number,
+documents are starved of what the recipe gives them, and the sentence says so; a number of the row's own is a warning,
+and what single documents get is not judged. Where the recipe declares `block.documents: prompt_masked`, a budget of a
+row is told and is no fault: speculators has one.
+Cost: eighteen draws, nineteen at most, no step. Faults: the `coverage` rows of `parity.probes.deviations`.
 """
 
 import math
@@ -71,7 +76,7 @@ class CoverageProbe:
         again = _drawn(subject, draws.batch, 0)
         moved = _moved(subject, texts, draws)
         expected = _expected(subject, draws)
-        of_row = _row_budget(subject, draws, expected)
+        of_row = _row_budget(subject, texts, draws, expected)
         faults = [
             *_place_faults(draws),
             *_repeat_faults(draws, again),
@@ -84,7 +89,7 @@ class CoverageProbe:
             f"at least {least:.1%} of a document; "
             f"{len(draws.epochs[0])} anchors an epoch in {len(texts)} documents"
         )
-        sentence += "; the budget is shared by the documents of a row" if of_row else ""
+        sentence += f"; the budget of {of_row} is the row's and shared by its documents" if of_row else ""
         sentence += (
             "; a document's anchors depend on the row it stands in"
             if moved
@@ -159,10 +164,25 @@ def _expected(subject: Subject, draws: Draws) -> list[int]:
     ]
 
 
-def _row_budget(subject: Subject, draws: Draws, expected: list[int]) -> bool:
-    """Whether a whole row, not each of its documents, gets the declared number."""
-    budget = subject.recipe.block.anchors
-    return sum(expected) > budget and all(len(anchors) == budget for anchors in draws.epochs)
+def _row_budget(subject: Subject, texts: list[Text], draws: Draws, expected: list[int]) -> int:
+    """Anchors that a whole row gets where its documents have no budget of their own, else 0.
+
+    Either the declared number in all; or any number that is the same in every epoch, and in a row of half as many
+    documents, while a document gets now more and now fewer.
+    """
+    budget, totals = subject.recipe.block.anchors, {len(anchors) for anchors in draws.epochs}
+    total = max(totals, default=0)
+    if len(totals) != 1 or total >= int(draws.possible.sum()):
+        return 0
+    if total == budget and sum(expected) > budget:
+        return total
+    if not bool((draws.counts != draws.counts[0]).any()):
+        return 0
+    half = subject.row(texts[: len(texts) // 2], padding=subject.block)
+    config = AnchorConfig(partial=subject.recipe.block.partial)
+    possible = is_candidate(half.loss_mask, half.document, subject.block, config)
+    same = len(_drawn(subject, half, 0)) == total or int(possible.sum()) <= total
+    return total if same else 0
 
 
 def _moved(subject: Subject, texts: list[Text], draws: Draws) -> bool:
@@ -223,7 +243,7 @@ def _repeat_faults(draws: Draws, again: Tensor) -> list[Fault]:
     return faults
 
 
-def _number_faults(subject: Subject, draws: Draws, expected: list[int], of_row: bool) -> list[Fault]:
+def _number_faults(subject: Subject, draws: Draws, expected: list[int], of_row: int) -> list[Fault]:
     """Too few, too many, or unevenly spread."""
     faults, means = [], draws.counts.double().mean(0)
     over = [
@@ -231,11 +251,15 @@ def _number_faults(subject: Subject, draws: Draws, expected: list[int], of_row: 
     ]
     starved = [n for n, want in enumerate(expected) if want >= FEW and float(means[n]) < STARVED * want]
     declared_row = of_row and subject.recipe.block.documents == "prompt_masked"
+    own_number = of_row and of_row != subject.recipe.block.anchors
+    if own_number and not declared_row:
+        faults.append(_row_fault(draws, of_row, subject.recipe.block.anchors))
+        starved, over = [], []
     if starved and not declared_row:
         worst = min(starved, key=lambda n: float(means[n]) / expected[n])
         words = f"{len(starved)} of {len(expected)} documents; document {worst} gets {float(means[worst]):.1f} anchors"
         words += f" an epoch, declared {expected[worst]}"
-        words += f" ({subject.recipe.block.anchors} for the whole row)" if of_row else ""
+        words += f" ({of_row} for the whole row, which its documents share)" if of_row else ""
         faults.append(Fault(name="anchors-starved", measured=words, evidence=(("document", worst),)))
     if over:
         words = (
@@ -257,6 +281,19 @@ def _number_faults(subject: Subject, draws: Draws, expected: list[int], of_row: 
         words += f"an even draw reaches {even:.0f}"
         faults.append(Fault(name="anchors-uneven", measured=words, evidence=(("document", number),)))
     return faults
+
+
+def _row_fault(draws: Draws, of_row: int, budget: int) -> Fault:
+    """A row's number that is no document's: told, and not judged by what each document was to get."""
+    candidates = [draws.candidates(number) for number in range(draws.counts.shape[1])]
+    longest = max(range(len(candidates)), key=candidates.__getitem__)
+    low, high = int(draws.counts[:, longest].min()), int(draws.counts[:, longest].max())
+    words = (
+        f"{of_row} for a row of {len(candidates)} documents in every epoch, of which document {longest} gets "
+    )
+    words += f"{low} to {high}; the recipe's {budget} are each document's, and it has no key for a row's"
+    numbers = (("anchors of the row", of_row), ("declared of a document", budget))
+    return Fault(name="anchors-row-budget", measured=words, evidence=numbers, outcome="warn")
 
 
 def _table(draws: Draws, expected: list[int]) -> Table:

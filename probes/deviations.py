@@ -1,9 +1,10 @@
-"""Every fault and deviation that a probe, a diagnosis or a report can name: one table.
+"""Every deviation of a trainer's wiring that a probe or a report can name: one table.
 
     deviation("noise-on-teacher").sentence
 
-A name is a promise: policies, baselines and people's notes refer to it. `probes` find wiring deviations;
-kinds of differences between traces are named by `parity.diagnose`, with the same table. Standard library only.
+A name is a promise: policies, baselines and people's notes refer to it. The sixteen kinds of difference between
+two traces have their own table, `parity.diagnose_records.MEANING`: what to do about one follows from where it begins,
+so each diagnosis says it. `parity probes` lists both. Standard library only.
 """
 
 from dataclasses import dataclass
@@ -63,6 +64,17 @@ DEVIATIONS: tuple[Deviation, ...] = (
             "noise-in-evaluation",
             "noise is on in evaluation",
             "switch it off outside training: validation and drafting are then measured on what is served",
+        ),
+        (
+            "noise-shared",
+            "one draw of noise is used in several places",
+            "draw noise of the whole fc input's shape, for every step anew: a broadcast or a generator that starts "
+            "again repeats it",
+        ),
+        (
+            "noise-behind-fc",
+            "the drafts move with the seed by more than fc's input does",
+            "look for noise on fc's output, on the block's embeddings or on the draft layers, and for a dropout",
         ),
         (
             "noise-unseeded",
@@ -446,6 +458,11 @@ DEVIATIONS: tuple[Deviation, ...] = (
             "compare the head's rows, the labels and every term with the recipe; `labels` and `teacher` say more",
         ),
         (
+            "loss-head",
+            "the draft's logits are not made by the target's frozen head",
+            "use the target's rows, unchanged and without gradient: serving drafts with them",
+        ),
+        (
             "loss-terms",
             "the terms of the loss have other shares than declared",
             "compare the terms and their factors with recipe.loss.terms",
@@ -464,6 +481,11 @@ DEVIATIONS: tuple[Deviation, ...] = (
             "loss-temperature",
             "logits are divided by another temperature than declared",
             "compare recipe.loss.temperature with what both sides' logits are divided by",
+        ),
+        (
+            "loss-temperature-squared",
+            "a soft term is multiplied by the temperature squared, as in distillation, which is not declared",
+            "take the factor out, or multiply the term's factor under recipe.loss.terms by it",
         ),
         (
             "loss-weights",
@@ -691,6 +713,11 @@ DEVIATIONS: tuple[Deviation, ...] = (
             "anchors-starved",
             "documents get fewer anchors than declared",
             "give every document its own budget: one for a packed row starves them (speculators#1071)",
+        ),
+        (
+            "anchors-row-budget",
+            "anchors are budgeted by the row and not by the document",
+            "give every document its own budget, or see that a row's is as many times larger as it holds documents",
         ),
         (
             "anchors-budget",

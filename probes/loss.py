@@ -9,8 +9,14 @@ Test: exact. The residual is relative; its limit is 1e-6, or four times what for
 dtypes changes (about 2e-7 in float32, .003 in bfloat16), measured beside it. What is above is *not recognised*: no
 term is named then. A parameter is another than declared when it is off by five standard errors and by .1 %.
 The row is `parity.probes.adapters.crafted`: a flat teacher, labels half of which differ from the data.
+The head need not be the target's: a parameter of its shape at which the loss has a gradient is told, and where the
+head that is shown explains nothing, every other one is tried, and the target's for the teacher (`own_head` in
+`parity.probes.adapters`). A head that neither a parameter nor the reference shows stays hidden: one gradient a slot
+does not determine its rows.
+
 What stays hidden: a factor common to all terms cannot be told from a denominator, so the factors' declared
-sum is assumed.
+sum is assumed. The factor T^2 of distillation is told by the shares where another term is beside it; where all terms
+have it, by a denominator that is none of the known ones and becomes one with it.
 
 Bugs it finds: 70 % KL + 30 % CE with streak-aware weights and gamma 10 for hard CE with gamma 4 (design.md section
 1), gamma for another block size, a loss reduced by other sums (SpecForge#455's and speculators#798's weights).
@@ -18,10 +24,22 @@ Cost: two steps, one gradient, about seven products of [96, V] and [V, D] in flo
 `parity.probes.deviations`.
 """
 
+from dataclasses import replace
+
 from parity.probes.adapters.asking import Fault, Subject, answer
 from parity.probes.adapters.at_head import AtHead
-from parity.probes.adapters.crafted import craft
-from parity.probes.adapters.loss_reading import CERTAIN, SAME, Found, Reading, explained, find, read, soft
+from parity.probes.adapters.crafted import Crafted, craft
+from parity.probes.adapters.loss_reading import (
+    CERTAIN,
+    SAME,
+    SLICE,
+    Found,
+    Reading,
+    explained,
+    find,
+    read,
+    soft,
+)
 from parity.probes.adapters.loss_words import (
     declared_law,
     facts,
@@ -35,8 +53,10 @@ from parity.probes.adapters.loss_words import (
     term_table,
 )
 from parity.probes.adapters.mixture import Fit
+from parity.probes.adapters.own_head import Heads, Trained, other_heads, trained_head
 from parity.probes.adapters.weighting import Law, Slots
 from parity.probes.base import Answer
+from parity.reports.record import Value
 
 
 class Loss:
@@ -46,31 +66,55 @@ class Loss:
 
     def run(self, subject: Subject) -> Answer:
         """One finding a deviation, with tables of terms and of slots."""
-        crafted = craft(subject)
-        states = crafted.states.clone().requires_grad_(True)
-        shown = subject.step(crafted.batch, states, anchors=crafted.anchors)
-        at = AtHead.of(shown)
+        crafted, at = _at_head(subject)
         if not len(at):
             return answer(self.name, "no slot gets a gradient", [_nothing(at)], facts={"loss.slots": 0})
-        reading = read(subject, crafted, at)
-        rounded = at.rounded()
-        if rounded is not None:
-            other = read(subject, crafted, rounded)
-            if other.fit.residual < reading.fit.residual:
-                at, reading = rounded, other
+        at, reading = _read(subject, crafted, at)
+        trains, other = trained_head(subject, at.shown), None
+        if not reading.fit.explained or (crafted.slice and reading.teacher_from != SLICE):
+            for heads in other_heads(subject, crafted.batch, at.shown):
+                again, beside = _at_head(subject, heads)
+                beside, tried = _read(subject, again, beside)
+                if tried.fit.explained and (again.slice is None or tried.teacher_from == SLICE):
+                    crafted, at, reading, other = again, beside, tried, heads
+                    break
+        own = _head_faults(trains, other)
         if not reading.fit.explained:
-            return _not_recognised(self.name, reading, len(at))
+            return _not_recognised(self.name, reading, len(at), own)
         reading, law, slots = explained(subject, crafted, at, reading)
         found = find(subject, crafted, at, reading, law)
-        faults = _deviations(subject, reading, law, found, slots)
+        faults = [*own, *_deviations(subject, reading, law, found, slots)]
         wanted = subject.recipe.loss.reduction
+        words = sentence(reading, law, found, slots, wanted)
+        made = facts(reading, law, found, wanted)
+        if trains or other:
+            words += f"; {_head_words(trains, other)}"
+            made["loss.head"] = "trains" if trains else "its own"
         return answer(
             self.name,
-            sentence(reading, law, found, slots, wanted),
+            words,
             faults,
-            facts=facts(reading, law, found, wanted),
+            facts=made,
             tables=[term_table(reading, found), slot_table(at, reading, law, slots)],
         )
+
+
+def _at_head(subject: Subject, heads: Heads | None = None) -> tuple[Crafted, AtHead]:
+    """The row, and the step's gradient on it."""
+    crafted = craft(subject, heads=heads)
+    states = crafted.states.clone().requires_grad_(True)
+    shown = subject.step(crafted.batch, states, anchors=crafted.anchors)
+    return crafted, AtHead.of(shown if heads is None else replace(shown, head=heads.draft))
+
+
+def _read(subject: Subject, crafted: Crafted, at: AtHead) -> tuple[AtHead, Reading]:
+    """With logits as they are, or rounded to the head's 16 bits where that explains more."""
+    reading, rounded = read(subject, crafted, at), at.rounded()
+    if rounded is not None:
+        other = read(subject, crafted, rounded)
+        if other.fit.residual < reading.fit.residual:
+            return rounded, other
+    return at, reading
 
 
 def _nothing(at: AtHead) -> Fault:
@@ -105,12 +149,18 @@ def _term_faults(subject: Subject, reading: Reading, found: Found) -> list[Fault
     ambiguous = any(_names(other) == set(declared) for other in reading.fit.alike)
     shares = {name: found.terms.get(name, 0.0) for name in {**declared, **found.terms}}
     errors = {name.split(":")[0].split("@")[0]: each for name, each in reading.fit.errors.items()}
+    heat, declared_heat = reading.heat, recipe.loss.temperature
+    visible = soft(reading) or any("@" in name for name in reading.fit.shares)
+    if visible and abs(heat - declared_heat) > SAME * declared_heat + CERTAIN * reading.heat_error:
+        words = f"{heat:.4g} (standard error {reading.heat_error:.1g}), declared {declared_heat:g}"
+        faults.append(Fault(name="loss-temperature", measured=words, evidence=(("temperature", heat),)))
+    faults += _square_faults(found)
     off = {
         name: value - declared.get(name, 0.0)
         for name, value in shares.items()
         if abs(value - declared.get(name, 0.0)) > SAME + CERTAIN * errors.get(name, 0.0)
     }
-    if off and not ambiguous:
+    if off and not ambiguous and not found.squared:
         name = "loss-smoothing" if set(off) - set(declared) == {"smoothing"} else "loss-terms"
         words = f"{mixture_words(found.terms)}, declared {mixture_words(declared)}"
         evidence = tuple((f"share of {each}", shares[each]) for each in off)
@@ -119,12 +169,18 @@ def _term_faults(subject: Subject, reading: Reading, found: Found) -> list[Fault
         words = f"cross-entropy on {' and '.join(sorted(origin(each) for each in hard))}, declared {origin(wanted)}"
         numbers = tuple((f"share on {name}", value) for name, value in reading.fit.shares.items())
         faults.append(Fault(name="loss-label-source", measured=words, evidence=numbers))
-    heat, declared_heat = reading.heat, recipe.loss.temperature
-    visible = soft(reading) or any("@" in name for name in reading.fit.shares)
-    if visible and abs(heat - declared_heat) > SAME * declared_heat + CERTAIN * reading.heat_error:
-        words = f"{heat:.4g} (standard error {reading.heat_error:.1g}), declared {declared_heat:g}"
-        faults.append(Fault(name="loss-temperature", measured=words, evidence=(("temperature", heat),)))
     return faults
+
+
+def _square_faults(found: Found) -> list[Fault]:
+    """The factor of distillation on the soft terms."""
+    if not found.squared:
+        return []
+    square = next(iter(found.squared.values()))
+    parts = " and ".join(mixture_words({name: 1.0}).removeprefix("100 % ") for name in found.squared)
+    words = f"{parts} {'is' if len(found.squared) == 1 else 'are'} T^2 = {square:.4g} times what is declared"
+    evidence = (("temperature squared", square), *((f"share of {k}", v) for k, v in found.terms.items()))
+    return [Fault(name="loss-temperature-squared", measured=words, evidence=evidence)]
 
 
 def _names(fit: Fit) -> set[str]:
@@ -173,7 +229,31 @@ def _reduction_faults(subject: Subject, law: Law, found: Found) -> list[Fault]:
     return [Fault(name="loss-reduction", measured=words, evidence=(("denominator", found.denominator),))]
 
 
-def _not_recognised(name: str, reading: Reading, slots: int) -> Answer:
+def _head_words(trains: Trained | None, other: Heads | None) -> str:
+    parts = []
+    if other is not None:
+        words = (
+            f"{other.rows} of its {len(other.draft)} rows are not the target's, by up to {other.change:.3g}"
+        )
+        parts.append(f"{other.name} makes the logits, and {words}")
+    if trains is not None:
+        parts.append(f"the loss's gradient at {trains.name} is up to {trains.gradient:.2g}")
+    return ", ".join(parts)
+
+
+def _head_faults(trains: Trained | None, other: Heads | None) -> list[Fault]:
+    """The draft's head is not the target's frozen one."""
+    if trains is None and other is None:
+        return []
+    numbers: list[tuple[str, Value]] = []
+    if other is not None:
+        numbers += [("rows", other.rows), ("change", other.change)]
+    if trains is not None:
+        numbers.append(("gradient", trains.gradient))
+    return [Fault(name="loss-head", measured=_head_words(trains, other), evidence=tuple(numbers))]
+
+
+def _not_recognised(name: str, reading: Reading, slots: int, own: list[Fault]) -> Answer:
     """No term is named where the gradients are not explained."""
     fit = reading.fit
     near = " + ".join(f"{share:.3g} {term}" for term, share in fit.shares.items())
@@ -183,4 +263,4 @@ def _not_recognised(name: str, reading: Reading, slots: int) -> Answer:
     evidence = (("residual", fit.residual), ("limit", fit.limit), ("best mixture", near))
     fault = Fault(name="loss-unrecognised", measured=words, evidence=evidence)
     numbers = {"loss.recognised": False, "loss.residual": fit.residual}
-    return answer(name, f"the loss is not recognised: {words}", [fault], facts=numbers)
+    return answer(name, f"the loss is not recognised: {words}", [*own, fault], facts=numbers)

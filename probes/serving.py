@@ -38,13 +38,15 @@ class Serving:
             pair = compare_pair(evidence, name, trace, "torch.fp32", floor=evidence.floor("fp32"))
             findings += [
                 self._finding(name, words, pair.findings),
-                *(f for f in pair.findings if f.name.endswith("controls")),
+                *(f for f in pair.findings if f.name.endswith((".controls", ".diagnosis"))),
             ]
-            tables += [table for table in pair.tables if table.name.endswith((".layers", ".worst"))]
+            kept = (".layers", ".worst", ".kinds", ".repaired")
+            tables += [table for table in pair.tables if table.name.endswith(kept)]
         return Answer(findings=tuple(findings), tables=tuple(tables))
 
     def _finding(self, name: str, words: str, findings: tuple[Finding, ...]) -> Finding:
-        bad = next((f for f in findings if f.outcome in ("fail", "error")), None)
+        told = [f for f in findings if not f.name.endswith(".diagnosis")]  # which is a finding of its own
+        bad = next((f for f in told if f.outcome in ("fail", "error")), None)
         gate = next(f for f in findings if f.name.endswith(".gate"))
         if bad is not None:
             return Finding(

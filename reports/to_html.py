@@ -172,11 +172,11 @@ def _suspicions(suspicions: tuple[Suspicion, ...], ids: _Ids) -> str:
     if not suspicions:
         return ""
     rows = []
-    for each in suspicions:
+    for each, because in words.reasons_once(suspicions):
         links = f' <span class="from">{_links(each.findings, ids.findings)}</span>' if each.findings else ""
         rows.append(
             f'<tr><th scope="row">{_text(each.name)}</th><td>{_badge(each.verdict)}</td>'
-            f"<td>{_text(each.because)}{links}</td></tr>"
+            f"<td>{_text(because)}{links}</td></tr>"
         )
     body = (
         f'<table class="suspicions"><caption>{_text(words.tally(suspicions))}</caption><thead><tr>'

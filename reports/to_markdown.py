@@ -134,8 +134,8 @@ def _suspicions(report: Report) -> Iterator[str]:
         return
     yield f"### Suspicions: {words.tally(report.suspicions)}"
     rows = [
-        (_escaped(each.name), f"**{_escaped(each.verdict)}**", _escaped(each.because))
-        for each in report.suspicions
+        (_escaped(each.name), f"**{_escaped(each.verdict)}**", _escaped(because))
+        for each, because in words.reasons_once(report.suspicions)
     ]
     yield _grid(("suspicion", "verdict", "because"), rows, (False, False, False))
 

@@ -235,5 +235,7 @@ def _suspicions(console: Console, report: Report) -> None:
         Column(key="verdict", title="verdict", kind="outcome"),
         Column(key="because", title="because"),
     )
-    rows = tuple((each.name, each.verdict, each.because) for each in report.suspicions)
+    rows = tuple(
+        (each.name, each.verdict, because) for each, because in words.reasons_once(report.suspicions)
+    )
     _table(console, Table(name="suspicions", title="", columns=columns, rows=rows))

@@ -148,6 +148,23 @@ def tally(suspicions: Iterable[Suspicion]) -> str:
     return ", ".join(f"{verdicts.count(each)} {each}" for each in known if each in verdicts)
 
 
+THE_SAME = "the same"
+"""Instead of a reason that the row above has given."""
+
+
+def reasons_once(suspicions: Sequence[Suspicion]) -> list[tuple[Suspicion, str]]:
+    """Suspicions with the text of their `because`. Those not tested for one reason follow the first of them, and say
+    so instead of repeating it."""
+    groups: dict[object, list[Suspicion]] = {}
+    for index, each in enumerate(suspicions):
+        groups.setdefault(each.because if each.verdict == "not tested" else index, []).append(each)
+    return [
+        (each, THE_SAME if position else each.because)
+        for group in groups.values()
+        for position, each in enumerate(group)
+    ]
+
+
 def label(outcome: Outcome | str) -> str:
     """An outcome as it stands before a finding."""
     return str(outcome).upper()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from parity.probes.adapters.asking import Subject, ask
+from parity.reports import to_text
 from parity.reports.record import Report
 from parity.runner import check
 
@@ -70,6 +71,31 @@ def test_a_line_that_is_changed_is_named(old: str, new: str, probe: str, fault: 
     report = asked(example, probe)
     failed = [finding.fault for finding in report.findings if finding.outcome == "fail"]
     assert failed and failed[0] == fault
+
+
+def test_a_mistake_in_the_adapter_is_told_once(example: Path) -> None:
+    """In the findings, in the text and beside the suspicions."""
+    adapter = example / "adapter.py"
+    adapter.write_text(adapter.read_text().replace('out["fc_input"]', 'out["fc_inputt"]'))
+    report = asked(example)
+    assert [finding.name for finding in report.findings if finding.outcome == "error"] == ["adapter.step"]
+    because = {each.name: each.because for each in report.suspicions}
+    for name in ("noise reaches the labels, or drafting", "the loss is not the declared one"):
+        assert because[name] == "see the finding adapter.step"
+    assert because["an interrupted run is another run"] == "the adapter does not show run"
+    text = to_text.paint(report, width=80, colour=False).partition("Conformance statement")[0]
+    assert text.count("KeyError") == 2  # the sentence and its evidence
+
+
+def test_a_class_that_is_none_yet_is_told_at_every_suspicion(example: Path) -> None:
+    adapter = example / "adapter.py"
+    adapter.write_text(
+        adapter.read_text().replace("width, vocabulary = 48, 200", "width, vocabulary = 48, 0")
+    )
+    report = asked(example)
+    assert [finding.name for finding in report.findings] == ["adapter"]
+    asks_trainer = [each.because for each in report.suspicions if "loop.py" not in each.because]
+    assert set(asks_trainer) == {"see the finding adapter"} and len(asks_trainer) == 13
 
 
 def test_the_readme_shows_the_adapter_that_ships() -> None:

@@ -8,7 +8,7 @@ import typer
 
 def check(
     recipe: Annotated[
-        str | None, typer.Argument(help="Training file or preset; the preset tiny by default.")
+        str | None, typer.Argument(help="Training file (`parity train --keys`) or preset; tiny by default.")
     ] = None,
     adapter: Annotated[
         str | None,
@@ -33,13 +33,13 @@ def check(
     revision: Annotated[str | None, typer.Option(help="Revision on the hub.")] = None,
     device_map: Annotated[str | None, typer.Option(help="As in transformers: cuda, auto, ...")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each request that are compared.", min=2)] = 160,
-    out: Annotated[Path, typer.Option(help="Folder for report.json, report.html and the traces.")] = Path(
-        "parity-report"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder for report and traces; only an earlier check's are replaced.")
+    ] = Path("parity-report"),
     threads: Annotated[int, typer.Option(help="Threads of each worker.", min=1)] = 1,
 ) -> None:
     """Check everything before training: dispatch, loading, kernels, serving modes, and the trainer's wiring."""
-    from parity.cli.output import exit_code, new_folder, print_report, save_report
+    from parity.cli.output import exit_code, print_report, report_folder, save_report
     from parity.runner import check as run_check
 
     report = run_check(
@@ -53,7 +53,7 @@ def check(
         revision=revision,
         device_map=device_map,
         max_tokens=max_tokens,
-        traces=new_folder(out) / "traces",
+        traces=report_folder(out, "check") / "traces",
         threads=threads,
     )
     save_report(report, out)

@@ -1,6 +1,7 @@
 """`parity compare`: two traces, or dumps of other tools, tap by tap and token by token."""
 
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -34,7 +35,13 @@ def compare(
     ] = None,
     policy: Annotated[Path | None, typer.Option(help="YAML or JSON with limits per tap.")] = None,
     floor: Annotated[Path | None, typer.Option(help="JSON with measured benign differences.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for report.json and report.html.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for report.json and report.html. A report of the same A and B there is replaced, "
+            "anything else is refused."
+        ),
+    ] = None,
     threads: Annotated[int, typer.Option(help="Threads that read large tensors.", min=1)] = 1,
     live: Annotated[
         str | None,
@@ -50,24 +57,23 @@ def compare(
     Under torchrun the ranks share the work. With --out an interrupted comparison goes on where it stopped.
     Two conformance.json of checks are compared fact by fact.
     """
-    from glob import escape
-
-    from parity.cli.output import counting, exit_code, new_folder
-    from parity.compare import compare as compare_paths
-    from parity.compare_report import report_of
+    from parity.cli.output import counting, report_folder
+    from parity.compare_paths import compared, reported
     from parity.diagnose import diagnose_or_why
-    from parity.dumps import open_pair
-    from parity.dumps_map import Mapping
-    from parity.dumps_report import with_sources
     from parity.model.distributed import join, leave
 
-    if out is not None:
-        new_folder(out)
     if a is not None and b is not None and live is None:
         from parity.conformance import compare_statements, is_statement, read
 
         if is_statement(a) and is_statement(b):
-            _show(compare_statements(read(a), read(b)), out)
+            files = {"file of A": str(a), "file of B": str(b)}
+            if out is not None:
+                report_folder(out, "compare", files)
+            report = compare_statements(read(a), read(b))
+            _show(replace(report, subject=(*report.subject, *files.items())), out)
+    if out is not None:
+        sides = {"a (candidate)": str(a), "b (reference)": str(b)}
+        report_folder(out, "compare", {"model asked for": str(live)} if a is None else sides)
     command = " ".join(["parity", *sys.argv[1:]])
     if live is not None:
         from parity.live import joined, prepare, tokens_of
@@ -79,30 +85,31 @@ def compare(
             raise ParityError("a comparison", "less than two traces", "name A and B, or a model with --live")
         with counting("live", "experiments", True) as progress:
             report = experiments(live, command=command, progress=progress)
-        _show(report, out)
-    mapping = Mapping.load(map_file) if map_file is not None else None
-    pair = open_pair(a, b, mapping, align=align.value if align is not None else None)
+        _show(replace(report, subject=(*report.subject, ("model asked for", live))), out)
     ranks = join("cpu")
-    with counting("compare", "tokens", ranks.first) as progress:
-        comparison = compare_paths(
-            pair.a.trace,
-            pair.b.trace,
-            golden=golden,
-            taps=taps if taps is not None or pair.taps is None else [escape(tap) for tap in pair.taps],
-            policy=policy,
-            floor=floor,
-            threads=threads,
-            ranks=ranks,
-            work=out.with_name(out.name + ".partial") if out is not None else None,
-            progress=progress,
-        )
-    leave(together=True)
+    try:
+        with counting("compare", "tokens", ranks.first) as progress:
+            comparison, pair = compared(
+                a,
+                b,
+                golden=golden,
+                taps=taps,
+                policy=policy,
+                floor=floor,
+                mapping=map_file,
+                align=align.value if align is not None else None,
+                threads=threads,
+                ranks=ranks,
+                work=out.with_name(out.name + ".partial") if out is not None else None,
+                progress=progress,
+            )
+        leave(together=True)
+    finally:
+        leave()  # after an error: the others meet it, too
     if not ranks.first:  # the first rank speaks, and its exit code is torchrun's
         raise typer.Exit(0)
     named = diagnose_or_why(comparison, pair.a.trace, pair.b.trace)
-    report = with_sources(report_of(comparison, command, diagnosis=named), pair)
-    if not ranks.first:
-        raise typer.Exit(int(exit_code(report)))
+    report = reported(comparison, pair, command, diagnosis=named)
     if live is not None:
         begins = comparison.first_bad.request if comparison.first_bad is not None else None
         with counting("live", "experiments", True) as progress:

@@ -30,17 +30,19 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
     min_tau: Annotated[float | None, typer.Option(help="Exit 1 below this.", min=1)] = None,
     device: Annotated[str | None, typer.Option(help="Instead of the training file's: cpu, cuda.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for report.json and report.html.")] = Path("parity-eval"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for the report; only an earlier eval's is replaced.")
+    ] = Path("parity-eval"),
     threads: Annotated[int, typer.Option(help="Threads.", min=1)] = 1,
 ) -> None:
     """Measure tau: tokens a draft-verify cycle adds, by the real loop and offline, slot by slot."""
     import torch
 
-    from parity.cli.output import exit_code, new_folder, print_report, save_report
+    from parity.cli.output import exit_code, print_report, report_folder, save_report
     from parity.evaluate import evaluate as run_evaluate
 
     torch.set_num_threads(threads)
-    new_folder(out)
+    report_folder(out, "eval")
     with _progress() as show:
         report = run_evaluate(
             checkpoint,

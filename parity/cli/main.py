@@ -20,6 +20,7 @@ from parity.cli.eval import evaluate
 from parity.cli.export import export
 from parity.cli.gate import gate
 from parity.cli.import_ import import_
+from parity.cli.output import complain
 from parity.cli.probes import probes
 from parity.cli.show import show
 from parity.cli.train import train
@@ -84,15 +85,13 @@ def run(arguments: list[str]) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (so that Python's own flush at exit is silent)
         return 141  # 128 + SIGPIPE, as a shell names it: the outcome was not told whole
     except ParityError as error:
-        print(f"parity: {error}", file=sys.stderr)
+        complain(str(error))
         return int(error.exit_code)
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # the parser's own usage errors
             error.show()
             return int(ExitCode.USAGE)
         traceback.print_exc()
-        print(
-            "parity: this is a fault of parity's own; please report it with the lines above", file=sys.stderr
-        )
+        complain("this is a fault of parity's own; please report it with the lines above")
         return int(ExitCode.OUR_BUG)
     return int(result) if isinstance(result, int) else int(ExitCode.OK)

@@ -3,17 +3,35 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from parity.errors import ExitCode, ParityError
 from parity.reports.record import Report
 
+REPORTS = ("report.json", "report.html", "report.md")
+"""What `save_report` writes into a folder."""
+
 
 def width() -> int:
     """Columns to paint for: the terminal's, at least 80, at most 120; 80 when piped."""
     return min(max(shutil.get_terminal_size((80, 24)).columns, 80), 120) if sys.stdout.isatty() else 80
+
+
+def complain(message: str) -> None:
+    """A message on standard error after `parity: `, as wide as the terminal (80 columns when piped).
+
+    Each of its lines is broken at blanks alone, so that a path or a word of a command stays in one piece, however long
+    it is; what goes on from the line before is indented by two.
+    """
+    columns = shutil.get_terminal_size((80, 24)).columns if sys.stderr.isatty() else 80
+    for line in f"parity: {message}".splitlines():
+        wrapped = textwrap.wrap(
+            line, max(columns, 20), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        print("\n".join(wrapped), file=sys.stderr)
 
 
 def colour() -> bool:
@@ -33,11 +51,7 @@ def save_report(report: Report, folder: Path) -> None:
     from parity.reports import to_html, to_json, to_markdown
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name, paint in (
-        ("report.json", to_json.paint),
-        ("report.html", to_html.paint),
-        ("report.md", to_markdown.paint),
-    ):
+    for name, paint in zip(REPORTS, (to_json.paint, to_html.paint, to_markdown.paint), strict=True):
         temporary = folder / (name + ".writing")
         temporary.write_text(paint(report), encoding="utf-8")
         os.replace(temporary, folder / name)
@@ -72,6 +86,39 @@ def exit_code(report: Report) -> ExitCode:
     if outcome in ("fail", "error"):
         return ExitCode.FINDING
     return ExitCode.NOTHING_COMPARED if outcome == "skipped" else ExitCode.OK
+
+
+def report_folder(path: Path, kind: str, about: Mapping[str, str] | None = None) -> Path:
+    """A folder for a report of that kind: a new one, or one whose report answers the same question and is replaced.
+
+    `about` names what of the earlier report's subject has to be the same: `{"a (candidate)": "out/gpu"}`.
+    Raises ParityError where the folder holds another report, or files of a report's names that are none.
+    """
+    from parity.reports import schema
+
+    new_folder(path)
+    there = [name for name in REPORTS if (path / name).exists()]
+    if not there:
+        return path
+    try:
+        if there[0] != REPORTS[0]:  # a page or a text without its record
+            raise ParityError(f"a report in {path}", f"{there[0]} without a report.json", "move it away")
+        earlier = schema.read(path / REPORTS[0])
+    except ParityError as error:
+        found = f"{there[0]}, which parity did not write or cannot read ({error.found})"
+    else:
+        about = about or {}
+        held = {key: value for key, value in earlier.subject if key in about}
+        if earlier.kind == kind and all(_same(held.get(key), about[key]) for key in about):
+            return path
+        said = "; ".join(f"{key}: {value}" for key, value in held.items() if earlier.kind == kind)
+        found = f"the report of another `parity {earlier.kind}`" + (f" ({said})" if said else "")
+    raise ParityError(f"a report in {path}", found, "choose another --out, or move that report away first")
+
+
+def _same(held: object, asked: str) -> bool:
+    """Whether a report's subject is what was asked: the same path, to which a report may add how it was read."""
+    return str(held) == asked or str(held).startswith(f"{asked} (")
 
 
 def new_folder(path: Path) -> Path:

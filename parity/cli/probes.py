@@ -13,9 +13,11 @@ def probes(
         bool, typer.Option("--matrix", help="Show instead which planted faults each probe found and named.")
     ] = False,
 ) -> None:
-    """List the probes: what each guards, and what it needs."""
+    """List the probes, what each guards and needs, and the kinds of difference that are told apart."""
     import textwrap
 
+    from parity.diagnose_records import MEANING
+    from parity.probes.deviations import DEVIATIONS
     from parity.probes.table import TABLE
 
     if matrix:
@@ -25,6 +27,23 @@ def probes(
         typer.echo(f"{entry.name} ({'asks a trainer' if entry.asks == 'trainer' else 'reads traces'})")
         for label, text in (("guards", entry.guards), ("needs", entry.needs)):
             typer.echo(textwrap.fill(text, width=78, initial_indent=f"  {label}: ", subsequent_indent="    "))
+        names = ", ".join(row.name for row in DEVIATIONS if row.probe == entry.name)
+        if names:
+            typer.echo(
+                textwrap.fill(
+                    names,
+                    width=78,
+                    initial_indent="  names: ",
+                    subsequent_indent="    ",
+                    break_on_hyphens=False,
+                )
+            )
+    typer.echo("kinds of difference between two traces (named by `parity compare` and by")
+    typer.echo("  the probes that compare; `A or B` where only `--live` can decide)")
+    for kind, meaning in MEANING.items():
+        typer.echo(
+            textwrap.fill(f"{kind}: {meaning}", width=78, initial_indent="  ", subsequent_indent="    ")
+        )
 
 
 def _print_matrix() -> None:

@@ -21,6 +21,16 @@ LINES = 20
 """Lines that a piped run writes about its steps."""
 
 
+def _keys(wanted: bool) -> None:
+    """Print every key of the training file; no torch is needed for that."""
+    if wanted:
+        from parity.cli.output import width
+        from parity.model.config_keys import as_text
+
+        typer.echo(as_text(width()), nl=False)
+        raise typer.Exit()
+
+
 def train(
     recipe: Annotated[
         Path | None, typer.Argument(help="Training file (YAML); without one, --preset is trained.")
@@ -39,16 +49,21 @@ def train(
         bool, typer.Option(help="--no-resume refuses a folder that holds checkpoints already.")
     ] = True,
     threads: Annotated[int, typer.Option(help="Threads of each process.", min=1)] = 1,
+    keys: Annotated[
+        bool,
+        typer.Option("--keys", callback=_keys, is_eager=True, help="List the training file's keys and end."),
+    ] = False,
 ) -> None:
     """Train a drafter. Stop it at any moment; the same command goes on. Runs under torchrun too."""
     import torch
     from rich.console import Console
 
-    from parity.cli.output import exit_code, print_report, save_report
+    from parity.cli.output import exit_code, print_report, report_folder, save_report
     from parity.train import train as run_train
     from parity.watch_sinks import Panel
 
     torch.set_num_threads(threads)
+    report_folder(out, "train")
     console = Console(stderr=True)
     panel = Panel(console, alone=False)
     trained = run_train(

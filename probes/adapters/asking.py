@@ -12,6 +12,7 @@ Shapes as in `parity.probes.adapters.base`.
 """
 
 import random
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ from parity.model.config import Recipe
 from parity.model.data import Batch
 from parity.model.mask import PADDING
 from parity.probes.adapters.base import Adapter, Missing, Reference, Shown
+from parity.probes.adapters.consequences import judged
 from parity.probes.base import Answer
 from parity.probes.deviations import deviation
 from parity.probes.table import TABLE, Entry
@@ -41,9 +43,28 @@ DRAWS = 8
 class Broken(Exception):
     """The adapter did not do what an adapter does."""
 
-    def __init__(self, part: str, expected: str, found: str) -> None:
+    def __init__(self, part: str, expected: str, found: str, *, do: str = "", at: str = "") -> None:
+        """do: how to put it right, where that is known. at: FILE:LINE of an exception."""
         super().__init__(f"{part}: expected {expected}, found {found}")
-        self.part, self.expected, self.found = part, expected, found
+        self.part, self.expected, self.found, self.at = part, expected, found, at
+        self.do = do or f"correct {part.split('.')[0]} in the adapter"
+
+    @property
+    def sentence(self) -> str:
+        """What a report says of it."""
+        return f"the adapter's {self.part}: expected {self.expected}, found {self.found}"
+
+    @property
+    def mistake(self) -> tuple[str, str, str]:
+        """What makes two of them one mistake: the part, and the line that raised, or both texts but for their numbers
+        (rows of probes differ in length)."""
+        if self.at:
+            return self.part, self.at, ""
+        return self.part, _numberless(self.expected), _numberless(self.found)
+
+
+def _numberless(text: str) -> str:
+    return re.sub(r"\d+", "#", text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,13 +288,15 @@ class Subject:
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             found = f"{type(error).__name__}: {error} ({last.filename.rsplit('/', 1)[-1]}:{last.lineno})"
-            raise Broken(part, "no exception", found) from error
+            at = f"{type(error).__name__} at {last.filename}:{last.lineno}"
+            raise Broken(part, "no exception", found, at=at) from error
         finally:
             after = _random_state()
             _set_random_state(before)
         moved = [name for name in before if not _same(before[name], after[name])]
         if moved:
-            raise Broken(part, "the global random state left as it was", f"{', '.join(moved)} moved")
+            found = f"{', '.join(moved)} moved"
+            raise Broken(part, "the global random state left as it was", found, do=_forked(part, moved))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -304,6 +327,17 @@ def _random_state() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def _forked(part: str, moved: Sequence[str]) -> str:
+    """What to do about a method that uses up these global generators."""
+    ways = {
+        "torch": "wrap what draws in `with torch.random.fork_rng():` and call torch.manual_seed(seed) in it",
+        "cuda": "wrap what draws in `with torch.random.fork_rng():`, which forks CUDA's generators too",
+        "numpy": "draw from numpy.random.default_rng(seed)",
+        "python": "draw from random.Random(seed)",
+    }
+    return f"in the adapter's {part.split('.')[0]}, {', and '.join(ways[name] for name in moved)}"
 
 
 def _set_random_state(state: Mapping[str, Any]) -> None:
@@ -461,35 +495,80 @@ def ask(
     copies: of the trainer's state are kept while a probe asks, so that what it changes is put back at once. Without
     them one look after the last probe tells what was changed, as an answer `untouched`; it stays changed.
     """
-    answers = []
+    asked, moved = list[tuple[str, Answer | Broken]](), dict[str, tuple[Finding, ...]]()
     whole: Snapshot | None = None
     with suppress(Broken):  # then the probes say so
         whole = None if copies else Snapshot(subject, copies=False)
     for entry in TABLE:
         if entry.asks == "trainer" and (only is None or entry.name in only):
             say(entry.name)
-            answers.append((entry.name, _answer(entry, subject, copies)))
+            made, moved[entry.name] = _answer(entry, subject, copies)
+            asked.append((entry.name, made))
+    answers = [
+        (name, replace(made, findings=(*made.findings, *moved.get(name, ()))))
+        for name, made in judged(subject, _told_once(asked))
+    ]
     changed = whole.changed() if whole else []
     if changed:
         answers.append(("untouched", _touched("asking.untouched", changed, "not put back: no copy was kept")))
     return answers
 
 
+def broken_adapter(broken: Broken, name: str = "adapter", probes: Sequence[str] = ()) -> Answer:
+    """A mistake of the adapter as a finding, with the probes that could not be asked because of it."""
+    because = f"; not asked because of it: {', '.join(probes)}" if probes else ""
+    evidence = (("part", broken.part), ("expected", broken.expected), ("found", broken.found))
+    return one(name, "error", broken.sentence + because, evidence=evidence, next_step=broken.do)
+
+
+def _told_once(asked: Sequence[tuple[str, Answer | Broken]]) -> list[tuple[str, Answer]]:
+    """Answers in which a mistake of the adapter that stops several probes is one finding, before the first of them.
+
+    A mistake that stops one probe is that probe's finding. The probes that another finding speaks for have an answer
+    without one, which says why (`Answer.unasked`).
+    """
+    stopped: dict[tuple[str, str, str], list[str]] = {}
+    for name, answer in asked:
+        if isinstance(answer, Broken):
+            stopped.setdefault(answer.mistake, []).append(name)
+    answers, told = list[tuple[str, Answer]](), dict[tuple[str, str, str], str]()
+    for name, answer in asked:
+        if not isinstance(answer, Broken):
+            answers.append((name, answer))
+            continue
+        probes = stopped[answer.mistake]
+        if len(probes) == 1:
+            answers.append((name, broken_adapter(answer, name)))
+            continue
+        if answer.mistake not in told:
+            finding = f"adapter.{answer.part}"
+            same = sum(other == finding or other.startswith(f"{finding}-") for other in told.values())
+            told[answer.mistake] = f"{finding}-{same + 1}" if same else finding
+            answers.append(("adapter", broken_adapter(answer, told[answer.mistake], probes)))
+        answers.append((name, Answer(findings=(), unasked=f"see the finding {told[answer.mistake]}")))
+    return answers
+
+
 def _touched(name: str, changed: Sequence[str], then: str) -> Answer:
+    do = "let the adapter's methods leave the trainer as they found it"
+    if any(each.startswith("random state") for each in changed):
+        do += "; wrap what draws at random in `with torch.random.fork_rng():`, seeded in it"
     return one(
         name,
         "error",
         f"asking changed {', '.join(changed[:4])}{' and more' if len(changed) > 4 else ''}; {then}",
-        next_step="let the adapter's methods leave the trainer as they found it",
+        next_step=do,
     )
 
 
-def _answer(entry: Entry, subject: Subject, copies: bool) -> Answer:
-    """One probe's answer; what was wrong with the adapter, or with the probe, is a finding."""
+def _answer(entry: Entry, subject: Subject, copies: bool) -> tuple[Answer | Broken, tuple[Finding, ...]]:
+    """One probe's answer, or the adapter's mistake that it met, and what it left changed. A probe that breaks is a
+    finding."""
     snapshot: Snapshot | None = None
+    made: Answer | Broken
     try:
         snapshot = Snapshot(subject) if copies else None
-        made: Answer = entry.load().run(subject)
+        made = entry.load().run(subject)
     except Missing as missing:
         part = str(missing.args[0]) if missing.args else "a part"
         made = one(
@@ -499,13 +578,7 @@ def _answer(entry: Entry, subject: Subject, copies: bool) -> Answer:
             next_step=f"write `{part.split()[0]}` (parity.probes.adapters.base) to have this asked",
         )
     except Broken as broken:
-        made = one(
-            entry.name,
-            "error",
-            f"the adapter's {broken.part}: expected {broken.expected}, found {broken.found}",
-            evidence=(("part", broken.part), ("expected", broken.expected), ("found", broken.found)),
-            next_step=f"correct {broken.part.split('.')[0]} in the adapter",
-        )
+        made = broken
     except Exception as error:
         told = traceback.format_exc().strip().splitlines()
         made = one(
@@ -518,9 +591,8 @@ def _answer(entry: Entry, subject: Subject, copies: bool) -> Answer:
     changed = snapshot.changed() if snapshot else []
     if snapshot and changed:
         snapshot.restore()
-        moved = _touched(f"{entry.name}.untouched", changed, "put back")
-        made = replace(made, findings=(*made.findings, *moved.findings))
-    return made
+        return made, _touched(f"{entry.name}.untouched", changed, "put back").findings
+    return made, ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,7 @@ from parity.probes.adapters.asking import Broken, Subject, Text
 from parity.probes.adapters.at_head import TeacherSlice, draft_ids, teacher_slice
 from parity.probes.adapters.base import Shown
 from parity.probes.adapters.flat_teacher import Space, pointing
+from parity.probes.adapters.own_head import Heads
 
 SLOTS = 96
 """Slots asked for at most: a term is a product of [slots, V] and [V, D]."""
@@ -99,24 +100,35 @@ def anchors_of(subject: Subject, batch: Batch) -> Tensor:
     return torch.tensor(sorted(chosen))
 
 
-def craft(subject: Subject, *, batch: Batch | None = None, right: bool = True, agree: float = 0.5) -> Crafted:
+def craft(
+    subject: Subject,
+    *,
+    batch: Batch | None = None,
+    right: bool = True,
+    agree: float = 0.5,
+    heads: Heads | None = None,
+) -> Crafted:
     """Build the row, from the drafts of a first step.
 
     right: whether drafts are right on runs of slots. agree: share of slots whose data token is the teacher's argmax.
+    heads: the draft's and the teacher's, where they are not the one that the step shows.
     """
     batch = row_of(subject) if batch is None else batch
     anchors, states = anchors_of(subject, batch), subject.states(batch)
     with torch.no_grad():
         shown = subject.step(batch, states, anchors=anchors)
     where, why_not = teacher_slice(subject, batch)
-    ids = draft_ids(subject, shown, batch)
-    head = shown.head.detach().cpu()
+    shown = shown if heads is None else replace(shown, head=heads.draft)
+    of_teacher = shown if heads is None else replace(shown, head=heads.teacher)
+    ids = draft_ids(subject, of_teacher, batch)
+    head = of_teacher.head.detach().cpu()
+    space = _space(subject, head) if heads is None else Space.of(head)
     slots = _slots(batch, anchors, subject.block)
-    wanted, hidden = _wanted(batch, slots, shown, right, ids, _space(subject, head).ids)
+    wanted, hidden = _wanted(batch, slots, shown, right, ids, space.ids)
     if where is not None:
         before = torch.tensor([index - 1 for _, _, index in slots])
         strict = shown.head.dtype.itemsize == 2
-        made = pointing(wanted, hidden, _space(subject, head), where.scale(states), strict)
+        made = pointing(wanted, hidden, space, where.scale(states), strict)
         states = states.clone()
         states[before, where.number] = made.to(states)
         wanted, share = where.logits(states[before], head).argmax(-1), agree

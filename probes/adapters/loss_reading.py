@@ -9,6 +9,7 @@ Shapes as in `parity.probes.adapters.at_head`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ CERTAIN = 5.0
 """Standard errors."""
 SAME = 1e-3
 """Relative difference below which a parameter counts as the declared one."""
+SLICE = "the captured slice"
+"""Where the teacher's logits come from, as far as one is known."""
 HEATS = tuple(float(heat) for heat in np.geomspace(0.25, 4.0, 17))
 NEAR = 1e-3
 """Relative step of the temperature from which its error is told."""
@@ -63,7 +66,7 @@ def read(subject: Subject, crafted: Crafted, at: AtHead) -> Reading:
     hard = [f"ce:{source}" for source in labels]
     if hard:
         columns = at.columns([*hard, "smoothing"], labels, None)
-        reading = _reading(at, columns, labels, teachers.get("the captured slice"), "the captured slice")
+        reading = _reading(at, columns, labels, teachers.get(SLICE), SLICE)
         if not teachers or (reading.fit.explained and reading.fit.limit <= ROUGH):
             return reading
         best = reading
@@ -72,7 +75,7 @@ def read(subject: Subject, crafted: Crafted, at: AtHead) -> Reading:
     own = [name for name in hard if name[-2] not in "+-"]
     for origin, teacher in teachers.items():
         local = dict(labels)
-        if origin != "the captured slice":
+        if origin != SLICE:
             local["teacher"] = teacher.argmax(-1)
         names = [*dict.fromkeys([*own, "ce:teacher"]), "smoothing", *SOFT]
         for heat in dict.fromkeys((subject.recipe.loss.temperature, 1.0)):
@@ -105,7 +108,7 @@ def _teachers(crafted: Crafted, at: AtHead) -> dict[str, Tensor]:
     """The teacher's logits [n, V]: from the captured slice, and as the step shows them."""
     made: dict[str, Tensor] = {}
     if crafted.teacher is not None:
-        made["the captured slice"] = crafted.at(crafted.teacher, at.index - 1)
+        made[SLICE] = crafted.at(crafted.teacher, at.index - 1)
     if at.shown.teacher is not None:
         made["the step's own teacher"] = at.shown.teacher.detach().cpu()[at.block, at.slot].double()
     return made
@@ -190,7 +193,7 @@ class Found:
     """What follows from the weights."""
 
     denominator: float
-    """What the sum of weights times values was divided by, were the terms' factors the declared ones."""
+    """What the sum of weights times values was divided by, were the terms' factors the declared ones, and `squared`."""
     reductions: tuple[str, ...]
     """Names of what has that value here; several where they cannot be told apart."""
     slot0: float
@@ -199,6 +202,8 @@ class Found:
     """Term -> the share it could have without being seen."""
     terms: dict[str, float]
     """The mixture by the recipe's names: `ce`, `kl`, `smoothing`."""
+    squared: dict[str, float]
+    """Soft term -> the temperature squared that it is multiplied with, as in distillation; where none is, empty."""
 
 
 def explained(subject: Subject, crafted: Crafted, at: AtHead, reading: Reading) -> tuple[Reading, Law, Slots]:
@@ -272,8 +277,6 @@ def find(subject: Subject, crafted: Crafted, at: AtHead, reading: Reading, law: 
         float(np.mean(weights[(at.slot == 1).numpy()])) if (at.slot == 1).any() else float(np.mean(weights))
     )
     slot0 = float(weights[zero].mean() / first) if zero.any() and first else 0.0
-    factor = sum(subject.recipe.loss.terms.values())
-    denominator = factor / law.scale if law.scale else float("inf")
     total = (float(law.raw.sum()) if law.sum is None else law.sum) + float(weights[zero].sum()) / law.scale
     others = [
         name for name in ("kl", "rkl") if reading.teacher is not None and name not in reading.fit.shares
@@ -283,16 +286,57 @@ def find(subject: Subject, crafted: Crafted, at: AtHead, reading: Reading, law: 
     others = [
         name for name in ("smoothing", "kl", "rkl") if name in columns and name not in reading.fit.shares
     ]
-    terms: dict[str, float] = {}
-    for name, share in reading.fit.shares.items():
-        terms[name.split(":")[0].split("@")[0]] = terms.get(name.split(":")[0].split("@")[0], 0.0) + share
+    terms, errors = _by_name(reading)
+    declared = subject.recipe.loss.terms
+    made = []
+    for squared in _squares(declared, terms, errors, (reading.heat, subject.recipe.loss.temperature)):
+        factor = sum(value * squared.get(name, 1.0) for name, value in declared.items())
+        denominator = factor / law.scale if law.scale else float("inf")
+        made.append((squared, denominator, _reductions(crafted, at, law, total, denominator)))
+    squared, denominator, reductions = next((each for each in made if each[2]), made[0])
     return Found(
         denominator=denominator,
-        reductions=_reductions(crafted, at, law, total, denominator),
+        reductions=reductions,
         slot0=slot0,
         unseen=unseen(at.gradient, columns, reading.fit, others),
         terms=terms,
+        squared=squared,
     )
+
+
+def _by_name(reading: Reading) -> tuple[dict[str, float], dict[str, float]]:
+    """Shares and their standard errors by the recipe's names."""
+    terms: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    for name, share in reading.fit.shares.items():
+        short = name.split(":")[0].split("@")[0]
+        terms[short] = terms.get(short, 0.0) + share
+        errors[short] = max(errors.get(short, 0.0), reading.fit.errors[name])
+    return terms, errors
+
+
+def _squares(
+    declared: Mapping[str, float],
+    terms: Mapping[str, float],
+    errors: Mapping[str, float],
+    heats: tuple[float, ...],
+) -> list[dict[str, float]]:
+    """Which soft terms may be multiplied by a temperature squared, given the measured shares: none of them comes first,
+    where that fits or nothing does. Where all terms are, shares alone cannot tell, and the denominator has to."""
+    names = [name for name in declared if name in SOFT]
+    fitting: list[dict[str, float]] = []
+    subsets = [subset for size in range(len(names), 0, -1) for subset in combinations(names, size)]
+    squares = [heat**2 for heat in dict.fromkeys(heats) if abs(heat**2 - 1) > SAME]
+    for option in ({}, *(dict.fromkeys(subset, square) for square in squares for subset in subsets)):
+        factors = {name: value * option.get(name, 1.0) for name, value in declared.items()}
+        whole = sum(factors.values())
+        off = (
+            abs(terms.get(name, 0.0) - factors.get(name, 0.0) / whole) - CERTAIN * errors.get(name, 0.0)
+            for name in {**factors, **terms}
+        )
+        if max(off) <= SAME:
+            fitting.append(option)
+    return fitting or [{}]
 
 
 def _reductions(crafted: Crafted, at: AtHead, law: Law, total: float, denominator: float) -> tuple[str, ...]:

@@ -56,6 +56,13 @@ def _terms_words(reading: Reading) -> str:
     return text + (f" (or {' or '.join(others)})" if others else "")
 
 
+def _square_words(found: Found) -> str:
+    if not found.squared:
+        return ""
+    square = next(iter(found.squared.values()))
+    return f" ({' and '.join(WORDS[name] for name in found.squared)} times T^2 = {square:.4g})"
+
+
 def law_words(law: Law, slots: Slots) -> str:
     low, high = int(slots.slot.min()), int(slots.slot.max())
     over = f"over slots {low}-{high}" if high > low else f"on slot {low}"
@@ -127,7 +134,7 @@ def _hits(slots: Slots) -> str:
 
 def sentence(reading: Reading, law: Law, found: Found, slots: Slots, wanted: str) -> str:
     zero = "slot 0 unweighted" if not found.slot0 else f"slot 0 weighs {found.slot0:.3g} of slot 1"
-    parts = [_terms_words(reading), law_words(law, slots), zero]
+    parts = [_terms_words(reading) + _square_words(found), law_words(law, slots), zero]
     reduction = _reduction(law, found, wanted)
     parts.append(
         reduction_words(reduction)
@@ -153,6 +160,8 @@ def facts(reading: Reading, law: Law, found: Found, wanted: str) -> dict[str, Va
         facts["loss.labels"] = ", ".join(hard)
     if soft(reading):
         facts["loss.temperature"] = reading.heat
+    if found.squared:
+        facts["loss.times_temperature_squared"] = ", ".join(found.squared)
     facts["loss.weights"] = law.kind
     facts |= {f"loss.{name}": round(value, 6) for name, value in law.parameters.items()}
     facts["loss.slot0"] = round(found.slot0, 6)

@@ -25,6 +25,8 @@ ROUNDS = 60
 """Of alternating between weights and shares; from the start below one or two are enough where a mixture fits."""
 ROUGH = 1e-5
 """Limits above this are those of bfloat16."""
+MOST = 0.1
+"""Of the gradients, that may be left over by a mixture that explains them; bfloat16 leaves about .01."""
 SURE = 5.0
 """Standard errors from which on a term is there, under such a limit. The errors are counted for as many independent
 values a slot as there are terms, not D: rounding errors are not independent."""
@@ -56,8 +58,9 @@ class Fit:
 
     @property
     def explained(self) -> bool:
-        """Whether the residual is within the limit."""
-        return self.residual <= self.limit
+        """Whether the residual is within the limit, and little at all: where drafts are so sure that no term has a
+        gradient to speak of, rounding alone would allow for everything."""
+        return self.residual <= min(self.limit, MOST)
 
 
 def explain(gradient: Tensor, columns: Mapping[str, Tensor], limit: float) -> Fit:

@@ -69,7 +69,6 @@ def pair(index: int) -> tuple[torch.Tensor, torch.Tensor]:
 def write_trace(folder: Path, shard: dict[str, torch.Tensor]) -> None:
     """A trace of one request."""
     folder.mkdir()
-    save_file(shard, folder / "request-000000.safetensors")
     ids = tuple(index % 50_000 for index in range(ROWS))
     entry = RequestEntry(
         id="r0",
@@ -80,6 +79,7 @@ def write_trace(folder: Path, shard: dict[str, torch.Tensor]) -> None:
         shard="request-000000.safetensors",
         rows=ROWS,
     )
+    save_file(shard, folder / entry.shard, metadata={"request": entry.model_dump_json()})
     target = TargetIdentity(
         name="bench",
         revision=None,

@@ -18,6 +18,10 @@ DATA: dict[str, Any] = {"recipe.labels": "data", "recipe.teacher": None}
 LOSSES: dict[str, dict[str, Any]] = {
     **{name: SOFT | {"recipe.loss.terms": {name: 1.0}} for name in ("kl", "rkl", "js", "tv", "nla", "lk")},
     "KL at temperature 2": SOFT | {"recipe.loss.terms": {"kl": 1.0}, "recipe.loss.temperature": 2.0},
+    "KL times 4, CE at temperature 2": {
+        "recipe.loss.terms": {"ce": 1.0, "kl": 4.0},
+        "recipe.loss.temperature": 2.0,
+    },
     "70 % KL, 30 % CE": {"recipe.loss.terms": {"kl": 0.7, "ce": 0.3}},
     "CE and a factor-.9 TV": {"recipe.loss.terms": {"ce": 1.0, "tv": 0.9}},
     "four terms": {"recipe.loss.terms": {"ce": 0.1, "kl": 0.2, "rkl": 0.3, "js": 0.4}},
@@ -38,6 +42,11 @@ WIRINGS: dict[str, dict[str, Any]] = {
     "bf16, KL": BF16 | SOFT | {"recipe.loss.terms": {"kl": 1.0}},
     "bf16, D-PACE": BF16 | DPACE | {"recipe.block.size": 8},
     "autocast alone": {"run.precision.autocast": "bfloat16"},
+    "gaussian noise, bf16": BF16 | {"recipe.noise": {"kind": "gaussian", "std": 0.05}},
+    "uniform noise, autocast alone": {
+        "run.precision.autocast": "bfloat16",
+        "recipe.noise": {"kind": "uniform", "std": 0.2},
+    },
     "block of 2": {"recipe.block.size": 2},
     "block of 3": {"recipe.block.size": 3},
     "block of 16, gamma 7": {"recipe.block.size": 16, "recipe.loss.weights.gamma": 7.0},

@@ -13,13 +13,17 @@ import torch
 
 from parity.compare import Comparison, compare_traces
 from parity.compare_report import report_of
+from parity.diagnose import diagnose, diagnose_or_why
+from parity.diagnose_records import Diagnosis
 from parity.model.backends import parse
 from parity.model.capturing import capture
 from parity.model.corpus import conversation
 from parity.model.target import Target, TargetSpec, load
 from parity.model.tiny import embedded
 from parity.model.tokens import entries
+from parity.probes.base import Evidence
 from parity.prompts import Prompt
+from parity.runner import UNREAD, _Gathering, check
 from parity.trace import Trace
 
 Fault = Callable[[Target, Any], Any]
@@ -100,6 +104,14 @@ FAULTS = [
 ]
 
 
+CHECKED = [
+    (rounded_a_log, "NUMERIC", "kernels"),
+    (dropped_state, "TAIL", "serving"),
+    (shifted_convolution, "COMPILE", "kernels"),
+]
+"""The kind that is given, perhaps beside another that two dumps cannot tell from it, and the probe that meets it."""
+
+
 @pytest.mark.parametrize("judge", ["floor", "golden"])
 @pytest.mark.parametrize(("fault", "tap", "token"), FAULTS, ids=[fault.__name__ for fault, _, _ in FAULTS])
 def test_fault_is_found_at_its_layer_and_token(
@@ -144,3 +156,48 @@ def test_healthy_pair_is_silent(
     found = compare_traces(again, healthy, golden=golden if judge == "golden" else None)
     assert found.outcome == "pass" and found.first_bad is None
     assert all(control.refused is not False for tap in found.taps for control in tap.controls)
+
+
+@pytest.mark.parametrize(("fault", "kind", "probe"), CHECKED, ids=[row[0].__name__ for row in CHECKED])
+def test_check_names_the_fault_by_its_kind(
+    fault: Fault,
+    kind: str,
+    probe: str,
+    request_: dict[str, Any],
+    change_operator: Any,
+    healthy: Trace,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """`parity check` says of a pair that fails what `parity compare` says of it: the finding, its sentence, the table
+    of kinds; and of a pair that passes nothing. Workers cannot be given a fault, so their captures are made here."""
+    faulty = traced(tmp_path / "t", request_, fault, change_operator)
+    again = traced(tmp_path / "again", request_, nothing, change_operator)
+    name = {"serving": "serving.decode", "kernels": "kernels.fp32"}[probe]
+    place = {"serving": "torch.fp32.decode", "kernels": "other.fp32"}[probe]
+    other = {"serving": "torch.fp32.blocks", "kernels": "torch.fp32.rerun"}[probe]
+    evidence = Evidence(
+        other="fla-interpreted",
+        traces={"torch.fp32": healthy, place: faulty, other: again},
+        absent={},
+        target=UNREAD | {"layer_types": healthy.manifest.target.layer_types},
+    )
+    monkeypatch.setattr(_Gathering, "evidence", lambda _: evidence)
+    asked: list[str] = []
+
+    def counted(comparison: Comparison, a: Trace, b: Trace) -> Diagnosis | None:
+        asked.append(comparison.sides[0])
+        return diagnose_or_why(comparison, a, b)
+
+    monkeypatch.setattr("parity.probes.base.diagnose_or_why", counted)
+    report = check(only=[probe])
+    found = {finding.name: finding for finding in report.findings}
+    told = found[f"{name}.diagnosis"]
+    direct = diagnose(compare_traces(faulty, healthy), faulty, healthy)
+    assert report.outcome == "fail" and direct is not None
+    assert (told.outcome, told.fault) == ("fail", direct.fault) and direct.sentence in told.sentence
+    assert kind in direct.kinds and told.next_step
+    assert {f"{name}.kinds"} <= {table.name for table in report.tables}
+    assert all(set(finding.tables) <= {table.name for table in report.tables} for finding in (told,))
+    assert [n for n in found if n.endswith(".diagnosis")] == [f"{name}.diagnosis"]
+    assert asked == [str(faulty.path)], "once, and for what fails alone: a healthy check pays nothing"

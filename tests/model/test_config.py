@@ -1,13 +1,17 @@
 """Training files: round trips, presets with sources, and the text of every refusal."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from parity.errors import ParityError
-from parity.model.config import Training, dump, from_data, load, merge, parse
-from parity.model.config_check import check_layers
+from parity.model import config_keys
+from parity.model.config import Training, dump, from_data, load, load_declared, merge, parse
+from parity.model.config_check import TERMS, check_layers
 from parity.model.presets import PRESETS, preset
 
 
@@ -183,7 +187,7 @@ TABLE: list[tuple[str, str, str]] = [
         "unknown key",
         "recipe:\n  teacher:\n    stat: final\n",
         "asked: line 4 \"stat: final\"; found: no key 'stat' under recipe.teacher\n"
-        "do this: did you mean state? There are state, norm",
+        "do this: did you mean state? There are state, norm; `parity train --keys` says what each key takes",
     ),
     (
         "unknown part",
@@ -195,7 +199,7 @@ TABLE: list[tuple[str, str, str]] = [
         "wrong type",
         "recipe:\n  block:\n    size: many\n",
         'asked: line 4 "size: many"; found: Input should be a valid integer, unable to parse string as an integer\n'
-        "do this: correct the value; `parity.model.config` says what each key takes",
+        "do this: correct the value; `parity train --keys` says what each key takes",
     ),
     (
         "wrong choice",
@@ -217,7 +221,7 @@ def test_a_training_file_that_contradicts_itself_is_refused(text: str, message: 
 
 def test_what_is_missing_is_named() -> None:
     assert refusal("recipe: {}\nrun: {}\n").startswith(
-        "asked: recipe.target; found: not given\ndo this: add target"
+        "asked: recipe.target; found: not given\ndo this: add target under recipe; `parity train --keys` says"
     )
 
 
@@ -267,3 +271,128 @@ def test_layers_that_a_target_lacks(changes: dict[str, Any], layers: int, messag
             check_layers(recipe, layers)
     else:
         check_layers(recipe, layers)
+
+
+# --- where the target is ------------------------------------------------------------------------------
+
+TARGETS: list[tuple[str, str, str]] = [
+    # what it names, the name, what is found; empty where it is accepted
+    ("a hub name", "Qwen/Qwen3-8B", ""),
+    ("a hub name with dots", "HuggingFaceTB/SmolLM2-135M.v1", ""),
+    ("a hub name without an owner", "gpt2", ""),
+    ("ours", "embedded:dense", ""),
+    ("synthetic", "synthetic:unit", ""),
+    ("a folder", "{}/model", ""),
+    ("a folder from here", "./model", ""),
+    ("a folder from here, as a hub name", "work/model", ""),
+    ("a gguf file", "{}/m.gguf", ""),
+    ("a trainer's file", "mine.py", ""),
+    ("a trainer's file beside the recipe", "beside.py", ""),
+    ("no Python file", "nothere.py", "no such file"),
+    ("no Python file there", "{}/nothere.py", "no such file"),
+    ("no gguf file", "nothere.gguf", "no such file or folder"),
+    ("no path from here", "./nothere", "no such file or folder"),
+    ("no path from above", "../nothere", "no such file or folder"),
+    ("no path from home", "~/no/such/folder", "no such file or folder"),
+    ("no whole path", "{}/nothere", "no such file or folder"),
+    ("deeper than a hub name", "a/b/c", "no such file or folder"),
+    ("an empty folder", "{}/empty", "a folder without config.json"),
+    ("another file", "notes.txt", "a file that is no model"),
+    (
+        "beside the recipe only",
+        "./other",
+        "no such file or folder\ndo this: paths are looked for where the command runs",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "found"), [row[1:] for row in TARGETS], ids=[row[0] for row in TARGETS])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_target_that_is_no_model_is_refused(
+    whole: bool, name: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("model", "work/model", "recipes/other"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    for each in ("m.gguf", "mine.py", "notes.txt", "recipes/beside.py"):
+        (tmp_path / each).touch()
+    monkeypatch.chdir(tmp_path)
+    name = name.format(tmp_path)
+    made = preset("tiny").changed({"recipe.target.model": name})
+    text = dump(made) if whole else "recipe:" + dump(made).split("recipe:")[1].split("run:")[0]
+    file = tmp_path / "recipes/r.yaml"
+    file.write_text(text)
+    for read in (load, load_declared) if whole else (load_declared,):
+        if read is load and not found and name.endswith(".py"):
+            with pytest.raises(ParityError, match="only a trainer of your own can make a target of"):
+                load(file)
+            continue
+        if not found:
+            assert read(file) in (made, made.recipe)
+            continue
+        with pytest.raises(ParityError) as caught:
+            read(file)
+        said = str(caught.value)
+        assert f"model: {name}" in said and f"r.yaml; found: {found}" in said, said
+
+
+def test_a_training_that_was_stored_is_read_wherever_it_is(tmp_path: Path) -> None:
+    """A checkpoint says where its target was; the folder may be on another machine."""
+    made = preset("tiny").changed({"recipe.target.model": "/on/another/machine"})
+    assert parse(dump(made)) == made
+
+
+# --- the table of keys --------------------------------------------------------------------------------
+
+
+def test_the_page_of_keys_is_up_to_date() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "recipe.md"
+    do = "run: python -m parity.model.config_keys > docs/recipe.md"
+    assert page.read_text(encoding="utf-8") == config_keys.as_markdown(), do
+
+
+def test_every_key_is_listed_with_a_meaning() -> None:
+    """Those of a whole file, found by another way: what a training says when it is written out."""
+    listed = {f"{s.place}.{k.name}".lstrip("."): k for s in config_keys.sections() for k in s.keys}
+    assert [place for place, key in listed.items() if len(key.meaning) < 10] == []
+
+    def written(value: Any, at: str) -> set[str]:
+        if not isinstance(value, dict) or at == "recipe.loss.terms":
+            return {at}
+        return set().union(*(written(inner, f"{at}.{name}".lstrip(".")) for name, inner in value.items()))
+
+    watched = preset("tiny").changed({"run.watch": {}, "recipe.draft_vocab": {"size": 8}})
+    assert set(listed) - {"preset"} == written(watched.model_dump(mode="json"), "")
+
+
+def test_a_key_has_its_type_default_and_unit() -> None:
+    listed = {f"{s.place}.{k.name}": k for s in config_keys.sections() for k in s.keys}
+    for place, type_, default, unit in (
+        ("recipe.block.size", "integer, at least 2", "required", "slots"),
+        ("recipe.block.share", "number, above 0, at most 1", "1.0", "share"),
+        ("recipe.attention.window", "integer, at least 1 or null", "null", "tokens"),
+        ("recipe.attention.layers", "list of full or sliding, not empty", "required", ""),
+        ("recipe.teacher.state", "final or integer", "final", ""),
+        ("recipe.noise.on", "conditioning", "conditioning", ""),
+        ("recipe.loss.terms", "mapping of names to number", "required", ""),
+        ("run.optimizer.betas", "list of 2 numbers", "[0.9, 0.95]", ""),
+        ("run.states.keep_mib", "integer, at least 0", "0", "MiB"),
+    ):
+        key = listed[place]
+        assert (key.type, key.default, key.unit) == (type_, default, unit), place
+    marks = {s.place: s.default for s in config_keys.sections()}
+    assert (marks["recipe"], marks["recipe.noise"], marks["run.watch"]) == ("required", "", "null")
+
+
+def test_terms_are_those_of_the_loss() -> None:
+    from parity.model.loss import SOFT_TERMS
+
+    assert TERMS == ("ce", *SOFT_TERMS)
+    said = next(k.meaning for s in config_keys.sections() for k in s.keys if k.name == "terms")
+    assert all(re.search(rf"\b{name}\b", said) for name in TERMS)
+
+
+def test_keys_are_listed_without_torch() -> None:
+    code = "import sys; from parity.model import config_keys as k; k.as_text(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,5 +1,6 @@
 """Small synthetic traces: tensors in, a finished trace folder out."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +21,11 @@ from parity.trace import (
 Tensors = Mapping[str, torch.Tensor]
 WriteTrace = Callable[..., Trace]
 LAYER_TYPES = ("linear_attention", "linear_attention", "linear_attention", "full_attention")
+
+
+def unwrapped(err: str) -> str:
+    """A message of the command line as it was before it was broken into lines: one that goes on is indented by two."""
+    return re.sub(r"\n  (?=\S)", " ", err) if err.startswith("parity: ") else err
 
 
 def tap_info(name: str, tensor: torch.Tensor) -> TapInfo:
@@ -46,6 +52,7 @@ def write(
     backend: str = "torch",
     problems: Sequence[str] = (),
     weights: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Trace:
     """Write a trace of {request: {tap: [tokens, width]}} and open it. Tokens default to 100, 101, ..."""
     first = next(iter(requests.values()))
@@ -98,7 +105,7 @@ def write(
                 taps=taps,
                 requests=tuple(entries),
                 fingerprint="test",
-                environment={},
+                environment=dict(environment or {}),
             )
         )
 

@@ -1,5 +1,8 @@
 """The command line as a hurried person meets it: flags, messages of two lines, exit codes, nothing half-written."""
 
+import os
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +10,8 @@ from typing import Any
 import pytest
 
 from parity.cli import main as cli
+from parity.cli.output import complain
+from tests.parity.conftest import unwrapped
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -19,7 +24,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
         capfd.readouterr()
         code = cli.run([str(argument) for argument in arguments])
         captured = capfd.readouterr()
-        return code, captured.out, captured.err
+        return code, captured.out, unwrapped(captured.err)
 
     return command
 
@@ -200,6 +205,48 @@ def test_env_names_backends_and_variables(run: Run) -> None:
     )
 
 
+LONG = "/" + "/".join(["a-rather-long-folder"] * 6) + "/model-of-mine"
+
+
+@pytest.mark.parametrize("columns", [None, 50, 200])
+def test_messages_are_wrapped(
+    columns: int | None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the terminal's width, at 80 where there is none; a path stays in one piece, and nothing is lost."""
+    if columns is not None:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        monkeypatch.setattr(shutil, "get_terminal_size", lambda *_: os.terminal_size((columns, 24)))
+    complain(f"asked: {LONG}; found: {'a word ' * 20}\ndo this: {'parity check --only noise, ' * 6}")
+    lines = capfd.readouterr().err.splitlines()
+    assert all(len(line) <= (columns or 80) for line in lines if LONG not in line)
+    assert sum(LONG in line for line in lines) == 1
+    first = next(n for n, line in enumerate(lines) if line.startswith("do this: "))
+    assert [line.startswith("  ") for line in lines] == [n not in (0, first) for n in range(len(lines))]
+    said = " ".join(" ".join(lines).split())
+    assert said == " ".join(
+        f"parity: asked: {LONG}; found: {'a word ' * 20} do this: {'parity check --only noise, ' * 6}".split()
+    )
+
+
+def test_a_command_wraps_its_errors(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.run(["train", str(tmp_path / "no-such-file.yaml")]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith("parity: asked: ") and all(
+        len(line) <= 80 or " " not in line[2:] for line in lines
+    )
+
+
+def test_keys_are_listed(run: Run) -> None:
+    code, out, err = run("train", "--keys")
+    assert (code, err) == (0, "") and max(map(len, out.splitlines())) <= 80
+    for line in (
+        "recipe.block (required): ",
+        "  size: integer, at least 2 (slots); required",
+        "run.watch (default null)",
+    ):
+        assert f"\n{line}" in out, line
+
+
 FLAGS = {
     "capture": {
         "--model",
@@ -244,7 +291,7 @@ FLAGS = {
         "--threads",
         "--live",
     },
-    "train": {"--out", "--preset", "--steps", "--stop-after", "--resume", "--threads"},
+    "train": {"--out", "--preset", "--steps", "--stop-after", "--resume", "--threads", "--keys"},
     "eval": {
         "--prompts",
         "--which",

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from parity.compare import compare, compare_traces, measure_floor
+from parity.compare import compare_traces, measure_floor
+from parity.compare_paths import compare
 from parity.compare_records import Comparison, HeatMap
 from parity.errors import NothingComparable, ParityError
 from parity.tolerance import Floor, Policy, TapLimits

@@ -1,18 +1,27 @@
 """A comparison in words: each question answered, each non-pass with a next step, and the exit codes."""
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import typer
 
+from parity.cli import main as cli
 from parity.cli.compare import compare as command
+from parity.cli.output import report_folder, save_report
 from parity.compare import compare_traces
+from parity.compare_paths import compared, reported
 from parity.compare_report import BLIND, report_of, tables_and_findings
+from parity.conformance import save as save_statement
+from parity.environment_diff import report_of as env_report
+from parity.environment_diff import side_of_manifest
+from parity.errors import ParityError
 from parity.reports import schema, to_text
-from parity.reports.record import Finding, Report
+from parity.reports.record import Conformance, Finding, Report, Statement
 from parity.tolerance import Policy, TapLimits
 from parity.trace import Trace
 
@@ -233,3 +242,171 @@ def test_command_exits_3_where_only_skipped(write_trace: WriteTrace, tmp_path: P
     with pytest.raises(typer.Exit) as stop:
         command(tmp_path / "a", tmp_path / "b")
     assert stop.value.exit_code == 3
+
+
+# --- What is in --out already ------------------------------------------------------------------------------
+
+
+def compared_to(folder: Path, a: str, b: str) -> int:
+    """Exit code of `parity compare A B --out FOLDER`."""
+    return cli.run(["compare", a, b, "--out", str(folder)])
+
+
+def test_a_report_of_the_same_sides_is_replaced(write_trace: WriteTrace, tmp_path: Path) -> None:
+    write_trace("a", {"r0": taps(l1=0.1)})
+    write_trace("b", {"r0": taps()})
+    sides = str(tmp_path / "a"), str(tmp_path / "b")
+    assert compared_to(tmp_path / "out", *sides) == 1
+    first = (tmp_path / "out" / "report.json").read_text()
+    shutil.rmtree(tmp_path / "a")
+    write_trace("a", {"r0": taps()})
+    assert compared_to(tmp_path / "out", *sides) == 0
+    assert (tmp_path / "out" / "report.json").read_text() != first
+
+
+def test_nothing_else_in_out_is_replaced(
+    write_trace: WriteTrace, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither another comparison, nor another command's report, nor a file of the user's; and no work is done first."""
+    for name in "abc":
+        write_trace(name, {"r0": taps()})
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    out = tmp_path / "out"
+    assert compared_to(out, a, b) == 0
+    kept = {file.name: file.read_bytes() for file in out.iterdir()}
+    capfd.readouterr()
+    for left, right in ((a, c), (c, b), (b, a)):
+        assert compared_to(out, left, right) == 2
+        error = " ".join(capfd.readouterr().err.split())
+        assert f"the report of another `parity compare` (a (candidate): {a}; b (reference): {b})" in error
+        assert "do this: choose another --out, or move that report away first" in error
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("report.json", '{"mine": 1}', "report.json, which parity did not write or cannot read"),
+        ("report.json", "half a re", "report.json, which parity did not write or cannot read"),
+        ("report.html", "<p>mine", "report.html without a report.json"),
+        ("report.md", "# mine", "report.md without a report.json"),
+    ],
+)
+def test_a_file_of_the_users_is_kept(
+    name: str,
+    content: str,
+    found: str,
+    write_trace: WriteTrace,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for side in "ab":
+        write_trace(side, {"r0": taps()})
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text(content)
+    assert compared_to(tmp_path / "out", str(tmp_path / "a"), str(tmp_path / "b")) == 2
+    assert found in " ".join(capfd.readouterr().err.split())
+    assert [file.name for file in (tmp_path / "out").iterdir()] == [name]
+    assert (tmp_path / "out" / name).read_text() == content
+
+
+@pytest.mark.parametrize("kind", ["check", "train", "eval"])
+def test_other_commands_replace_their_own_kind_only(
+    kind: str, write_trace: WriteTrace, tmp_path: Path
+) -> None:
+    a = write_trace("a", {"r0": taps()})
+    other = report_of(compare_traces(a, a), "test")
+    save_report(other, tmp_path)
+    with pytest.raises(ParityError, match="the report of another `parity compare`"):
+        report_folder(tmp_path, kind)
+    save_report(replace(other, kind=kind), tmp_path)  # type: ignore[arg-type]
+    assert report_folder(tmp_path, kind) == tmp_path
+
+
+@pytest.mark.parametrize("command", ["check", "train", "eval"])
+def test_other_commands_refuse_before_they_work(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.json").write_text("[]")
+    arguments = [str(tmp_path / "run")] if command == "eval" else []
+    assert cli.run([command, *arguments, "--out", str(tmp_path)]) == 2
+    error = " ".join(capfd.readouterr().err.split())
+    assert "a report in" in error and "report.json, which parity did not write" in error
+    assert (tmp_path / "report.json").read_text() == "[]" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_statements_are_compared_again_into_one_folder(tmp_path: Path) -> None:
+    """Their report names the files, so that the same two may be compared again, and no others."""
+    statement = Statement(probe="loss", sentence="s", facts=(("gamma", 4.0),))
+    one = Conformance(trainer="t", recipe="r", statements=(statement,))
+    for name in ("old", "new", "other"):
+        save_statement(one, tmp_path / f"{name}.json")
+    files = [str(tmp_path / f"{name}.json") for name in ("old", "new", "other")]
+    assert [compared_to(tmp_path / "out", *files[:2]) for _ in range(2)] == [0, 0]
+    assert compared_to(tmp_path / "out", *files[1:]) == 2
+
+
+# --- The environments --------------------------------------------------------------------------------------
+
+MACHINE = {"torch": "2.13.0", "triton": "3.9.0", "cpu": "A", "torch threads": "1"}
+
+
+def in_environments(
+    write_trace: WriteTrace,
+    a: dict[str, str],
+    b: dict[str, str],
+    states: dict[str, torch.Tensor] | None = None,
+) -> Report:
+    """The report of two equal traces, or of `states` against those, from two machines."""
+    left = write_trace("a", {"r0": states or taps()}, environment=a)
+    right = write_trace("b", {"r0": taps()}, environment=b)
+    return reported(*compared(left, right), "test")
+
+
+def test_environments_are_told_apart_beside_a_failure(write_trace: WriteTrace) -> None:
+    """The finding and the rows of `parity env --diff A B`, beside a comparison that fails: a suspect."""
+    found = in_environments(write_trace, MACHINE, MACHINE | {"triton": "3.8.0", "cpu": "B"}, taps(l1=0.1))
+    environment = finding(found, "environment")
+    assert environment.outcome == "warn" and environment.tables == ("compare.environment",)
+    assert "2 of " in environment.sentence and "first triton: 3.9.0 against 3.8.0" in environment.sentence
+    table = found.table("compare.environment")
+    assert [row[1:4] for row in table.rows] == [("triton", "3.9.0", "3.8.0"), ("cpu", "A", "B")]
+    assert not table.detail and found.outcome == "fail"
+    sides = [
+        side_of_manifest(s, Trace.open(s).manifest) for s in (str(dict(found.subject)[key]) for key in SIDES)
+    ]
+    alone = env_report(sides[0], sides[1], created="", command="")
+    assert table.rows == alone.tables[0].rows and environment.sentence == alone.findings[0].sentence
+
+
+SIDES = ("a (candidate)", "b (reference)")
+
+
+def test_environments_that_moved_nothing_are_no_warning(write_trace: WriteTrace) -> None:
+    found = in_environments(write_trace, MACHINE, MACHINE | {"triton": "3.8.0"})
+    environment = finding(found, "environment")
+    assert found.outcome == environment.outcome == "pass" and found.table("compare.environment").detail
+    assert environment.sentence.endswith("the states agree within their limits all the same")
+
+
+def test_equal_environments_have_no_table(write_trace: WriteTrace) -> None:
+    found = in_environments(write_trace, MACHINE, MACHINE)
+    assert finding(found, "environment").outcome == "pass" and finding(found, "environment").tables == ()
+    assert not any(table.name == "compare.environment" for table in found.tables)
+
+
+@pytest.mark.parametrize("a, b", [({}, MACHINE), (MACHINE, {}), ({}, {})])
+def test_a_side_without_an_environment_is_not_compared(
+    a: dict[str, str], b: dict[str, str], write_trace: WriteTrace
+) -> None:
+    found = in_environments(write_trace, a, b)
+    assert not any(f.name == "compare.environment" for f in found.findings)
+
+
+def test_environments_alone_are_no_pass(write_trace: WriteTrace) -> None:
+    """Where no tap could be judged, that both machines are alike must not turn the report into a pass."""
+    flat = {"layer.0.out": torch.ones(4, 8)}
+    left = write_trace("a", {"r0": flat}, environment=MACHINE)
+    right = write_trace("b", {"r0": flat}, environment=MACHINE)
+    found = reported(*compared(left, right), "test")
+    assert found.outcome == "skipped" and finding(found, "environment").outcome == "skipped"

@@ -16,6 +16,7 @@ from parity.diagnose import KINDS, diagnose, diagnose_or_why
 from parity.diagnose_profile import Case, half_of_error, kind_of
 from parity.diagnose_records import MEANING, Diagnosis
 from parity.diagnose_weights import separable
+from parity.probes.deviations import DEVIATIONS
 from parity.trace import Trace
 
 Write = Callable[..., Trace]
@@ -247,3 +248,13 @@ def test_every_form_of_the_report_names_the_fault(
     assert {table["name"] for table in data["tables"]} >= {"compare.kinds", "compare.repaired"}
     page = (tmp_path / "report" / "report.html").read_text()
     assert "fault: rows" in page and "row t of a is row t-1 of b" in page
+
+
+def test_probes_lists_every_kind_and_every_deviation(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever reads a fault's name in a report finds it there."""
+    assert cli.run(["probes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    said = {" ".join(line.split()) for line in lines}
+    assert {f"{kind}: {meaning}" for kind, meaning in MEANING.items()} <= said
+    words = {word.strip(",") for line in lines for word in line.split()}
+    assert {row.name for row in DEVIATIONS} <= words and max(map(len, lines)) <= 80

@@ -23,6 +23,7 @@ from parity.dumps_files import Limits, files_below, open_file
 from parity.dumps_map import Mapping, SideMap
 from parity.errors import NothingComparable, ParityError
 from parity.trace import Trace
+from tests.parity.conftest import unwrapped
 
 LAYERS, HIDDEN = 6, 48
 AUX = (1, 3, 4)
@@ -75,7 +76,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
         capfd.readouterr()
         code = cli.run(["compare", *(str(argument) for argument in arguments)])
         captured = capfd.readouterr()
-        return code, captured.out, captured.err
+        return code, captured.out, unwrapped(captured.err)
 
     return command
 
@@ -785,3 +786,100 @@ def test_files_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     for name in ("hs_10", "hs_2", "hs_1"):
         (tmp_path / f"{name}.safetensors").touch()
     assert [path.stem for path in files_below(tmp_path)] == ["hs_1", "hs_2", "hs_10"]
+
+
+# --- The function, the golden, the environment -----------------------------------------------------------
+
+
+def test_the_function_takes_what_the_command_takes(bench: Bench, tmp_path: Path) -> None:
+    """`parity.compare`: a path to a dump, an opened trace, a mapping's file."""
+    import parity
+
+    write_npy(bench)
+    (tmp_path / "map.yaml").write_text(json.dumps({"a": NPY_MAP}))
+    found = parity.compare(bench.out, bench.trace, mapping=tmp_path / "map.yaml")
+    assert found.outcome == "pass" and [tap.tap for tap in found.taps] == aux_taps()
+    assert found.tokens == sum(map(len, TOKENS.values())) and found.source_problems == ()
+
+
+def test_the_function_pairs_by_order_only_where_asked(bench: Bench) -> None:
+    import parity
+
+    for name, states in bench.states.items():
+        save_file({tap: states[tap] for tap in aux_taps()}, bench.out / f"{name}.safetensors")
+    with pytest.raises(NothingComparable, match="without token ids"):
+        parity.compare(bench.out, bench.trace.path)
+    assert parity.compare(bench.out, bench.trace.path, align="order").outcome == "pass"
+
+
+def test_a_dump_of_other_layers_fails_the_function_too(bench: Bench) -> None:
+    """Its slices are compared under the names that were found, so every number agrees; what was said is wrong."""
+    import parity
+    from parity.compare_report import report_of
+
+    write_speculators(bench, layers=(2, 4, 5))
+    mapping = Mapping.model_validate({"a": {"layers": AUX, "ids": "layer"}})
+    found = parity.compare(bench.out, bench.trace.path, mapping=mapping)
+    assert all(tap.outcome == "pass" for tap in found.taps)
+    assert found.outcome == "fail"
+    assert "every slice is 1 layer later than declared" in found.source_problems[0]
+    report = report_of(found, "test")
+    assert report.findings[0].name == "compare.sources" and report.outcome == "fail"
+
+
+def as_golden(bench: Bench, weights: str) -> Path:
+    """The same states in float64, as a golden capture would say them; and what weights it had."""
+    from tests.parity.conftest import write
+
+    states = {name: {tap: x.double() for tap, x in taps.items()} for name, taps in bench.states.items()}
+    return write(bench.out.parent / f"golden-{weights}", states, tokens=TOKENS, weights={"w": weights}).path
+
+
+def noisy(bench: Bench, size: float) -> Bench:
+    """The states with a rounding of this size, for a dump."""
+    generator = torch.Generator().manual_seed(5)
+    states = {
+        name: {
+            tap: x * (1 + size * torch.randn(x.shape, generator=generator)).to(x) for tap, x in taps.items()
+        }
+        for name, taps in bench.states.items()
+    }
+    return Bench(bench.trace, states, bench.out)
+
+
+@pytest.mark.parametrize("dump", ["a", "b"])
+@pytest.mark.parametrize(("size", "code"), [(0.0, 0), (0.05, 1)])
+def test_a_golden_judges_a_dump_on_either_side(
+    size: float, code: int, dump: str, bench: Bench, run: Run
+) -> None:
+    """The trace states the golden's weights. A dump that is 5 % off is found on side b, too, where a ratio to it
+    would allow anything."""
+    write_speculators(noisy(bench, size))
+    sides = (bench.out, bench.trace.path)
+    given, out, err = run(*(sides if dump == "a" else sides[::-1]), "--golden", as_golden(bench, "1"))
+    assert (given, err) == (code, ""), out + err
+    said = " ".join(out.split())
+    assert "judged by ratio to golden" in said or "of the golden" in said or "from the golden" in said
+    assert f"side {dump} states no weights" in said
+
+
+def test_a_golden_of_other_weights_is_refused_beside_a_dump(bench: Bench, run: Run) -> None:
+    write_speculators(bench)
+    code, _, err = run(bench.trace.path, bench.out, "--golden", as_golden(bench, "2"))
+    assert code == 2 and "other weights than side A's" in err and str(bench.trace.path) in err
+
+
+def test_a_golden_of_two_dumps_is_refused_with_the_reason(bench: Bench, tmp_path: Path, run: Run) -> None:
+    """Both could be as far from it, equally, and a ratio of the two would pass."""
+    write_speculators(bench)
+    shutil.copytree(bench.out, tmp_path / "other")
+    code, _, err = run(bench.out, tmp_path / "other", "--golden", as_golden(bench, "1"))
+    assert code == 2 and "dumps on both sides, which state no weights" in err and "parity capture" in err
+
+
+def test_a_dump_states_no_environment(bench: Bench, run: Run, tmp_path: Path) -> None:
+    write_speculators(bench)
+    assert run(bench.out, bench.trace.path, "--out", tmp_path / "report")[0] == 0
+    data = json.loads((tmp_path / "report" / "report.json").read_text())
+    names = [part["name"] for part in (*data["findings"], *data["tables"])]
+    assert "compare.gate" in names and not any("environment" in name for name in names)

@@ -14,6 +14,7 @@ from parity.errors import NothingComparable
 from parity.reports import schema, to_json
 from parity.reports.record import Report
 from parity.trace import Manifest
+from tests.parity.conftest import unwrapped
 
 BASE = {
     "python": "3.11.7",
@@ -136,7 +137,7 @@ def run(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int,
     capfd.readouterr()
     code = cli.run([str(argument) for argument in arguments])
     captured = capfd.readouterr()
-    return code, captured.out, captured.err
+    return code, captured.out, unwrapped(captured.err)
 
 
 def manifest(dtype: str, implementation: str, environment: dict[str, str]) -> str:

@@ -31,6 +31,7 @@ from parity.reports.record import (
     Value,
 )
 from parity.trace import Trace
+from tests.parity.conftest import unwrapped
 
 TODAY = date(2027, 1, 15)
 COLUMNS = ("tap", "cosine_mean", "cosine_min", "error_rms", "error_max", "times_floor", "judged_by")
@@ -423,7 +424,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]
         capfd.readouterr()
         code = cli.run([str(argument) for argument in arguments])
         captured = capfd.readouterr()
-        return code, captured.out, captured.err
+        return code, captured.out, unwrapped(captured.err)
 
     return command
 

@@ -19,6 +19,7 @@ from parity.model.target import Target, TargetSpec, load
 from parity.reports.record import Finding, Report
 from tests.faults import trace_plants as plants
 from tests.faults.trace_bench import patched
+from tests.parity.conftest import unwrapped
 
 IDS = tuple((7 * i + i * i) % 61 + 1 for i in range(150))
 KNOWN = {"live.packing": "pack", "live.crop": "state"}
@@ -237,4 +238,4 @@ def test_command(hybrid: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert code == 0 and "live.padding" in out and "live.crop  fault: state" in out
     assert "live.trials" in (tmp_path / "r" / "report.json").read_text()
     assert cli.run(["compare"]) == 2
-    assert "name A and B, or a model with --live" in capfd.readouterr().err
+    assert "name A and B, or a model with --live" in unwrapped(capfd.readouterr().err)

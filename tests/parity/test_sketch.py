@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from parity.compare import compare, compare_traces
+from parity.compare import compare_traces
+from parity.compare_paths import compare
 from parity.errors import ParityError
 from parity.model.backends import parse
 from parity.model.capturing import capture
@@ -238,8 +239,9 @@ def test_refusals(write_trace: WriteTrace, tmp_path: Path) -> None:
     save_file(
         {**parts[0], "layer.0.out:channels": torch.tensor([999], dtype=torch.int32)},
         one.path / one.requests[0].shard,
+        metadata={"request": one.requests[0].model_dump_json()},
     )
-    with pytest.raises(ParityError, match="shard and manifest disagree"):
+    with pytest.raises(ParityError, match=r"as a sketch of [\s\S]*shard and manifest disagree"):
         compare_traces(open_trace(one.path), full)
     (one.path / one.requests[0].shard).write_bytes(b"nothing")
     with pytest.raises(ParityError, match="damaged shard"):

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from parity.errors import ParityError
 from parity.trace import (
@@ -229,3 +231,88 @@ def test_shard_that_disagrees_with_the_manifest(tmp_path: Path) -> None:
     (tmp_path / "t/manifest.json").write_text(json.dumps(data))
     with pytest.raises(ParityError, match="shard and manifest disagree"):
         Trace.open(tmp_path / "t").tensor("a", "layer.0.out")
+
+
+def _two(folder: Path, fingerprint: str = "f") -> Path:
+    """Two requests of equal length, so that their shards have equal tensors' names, shapes and sizes."""
+    with TraceWriter(folder, fingerprint) as writer:
+        for position, name in enumerate("ab"):
+            tensor = torch.full((3, 4), float(position))
+            writer.add(entry(name), {"layer.0.out": tensor}, position=position)
+        writer.finish(manifest(entry("a"), entry("b")))
+    return folder
+
+
+def _swap(first: Path, second: Path) -> None:
+    one, two = first.read_bytes(), second.read_bytes()
+    assert len(one) == len(two), "otherwise the size alone gives it away"
+    first.write_bytes(two)
+    second.write_bytes(one)
+
+
+def _rewrite(shard: Path, **said: str) -> None:
+    """The same tensors with another header."""
+    with safe_open(shard, framework="pt") as held:
+        metadata = held.metadata() | said
+        tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+    save_file(tensors, shard, metadata={key: value for key, value in metadata.items() if value})
+
+
+def test_exchanged_shards_are_found(tmp_path: Path) -> None:
+    folder = _two(tmp_path / "t")
+    _swap(folder / "request-000000.safetensors", folder / "request-000001.safetensors")
+    with pytest.raises(ParityError, match="of request 'a' .*; found: the states of request 'b'"):
+        Trace.open(folder).tensor("a", "layer.0.out")
+
+
+def test_shards_exchanged_between_captures_are_found(tmp_path: Path) -> None:
+    """The same prompts on another backend: every name, id and shape is the same."""
+    one, two = _two(tmp_path / "one", "torch"), _two(tmp_path / "two", "fla--")
+    _swap(one / "request-000000.safetensors", two / "request-000000.safetensors")
+    trace = Trace.open(one)
+    with pytest.raises(ParityError, match="a shard of another capture"):
+        trace.tensor("a", "layer.0.out")
+    assert trace.tensor("b", "layer.0.out")[0, 0] == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({"request": ""}, "a shard that does not say which request it holds"),
+        ({"request": '{"id": "a"}'}, "a shard that does not say which request it holds"),
+        ({"request": "tokens"}, "other token ids than the manifest's"),
+    ],
+    ids=["nothing", "damaged", "other tokens"],
+)
+def test_shard_says_what_it_holds(said: dict[str, str], found: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "t", "a").path
+    if said["request"] == "tokens":
+        held = Trace.open(folder).request("a")
+        said = {"request": held.model_copy(update={"token_ids": (7, 8, 9)}).model_dump_json()}
+    _rewrite(folder / "request-000000.safetensors", **said)
+    with pytest.raises(ParityError, match=found):
+        Trace.open(folder).tensor("a", "layer.0.out")
+
+
+def test_older_shards_without_a_fingerprint_are_read(tmp_path: Path) -> None:
+    folder = write(tmp_path / "t", "a").path
+    _rewrite(folder / "request-000000.safetensors", fingerprint="")
+    assert Trace.open(folder).tensor("a", "layer.0.out").shape == (3, 4)
+
+
+def test_shard_is_checked_without_reading_tensors(tmp_path: Path) -> None:
+    """The check reads the header once a request; the map stays untouched until a tensor is."""
+    trace = write(tmp_path / "t", "a")
+    seen: list[str] = []
+
+    class Header:
+        """A shard whose tensors nobody may ask for."""
+
+        def metadata(self) -> dict[str, str]:
+            seen.append("metadata")
+            return {"request": trace.request("a").model_dump_json()}
+
+    trace._shard = lambda shard: Header()  # type: ignore[assignment]
+    for _ in range(3):
+        trace.shard_of(trace.request("a"))
+    assert seen == ["metadata"]

@@ -24,6 +24,7 @@ from parity.model.trainer import Trainer
 from parity.reports import schema
 from parity.reports.record import Report
 from parity.train import _validation
+from tests.parity.conftest import unwrapped
 
 Run = Callable[..., tuple[int, str, str]]
 LEARNED = preset("unit").changed(
@@ -47,7 +48,7 @@ def command(capfd: pytest.CaptureFixture[str]) -> Run:
         capfd.readouterr()
         code = cli.run([str(argument) for argument in arguments])
         captured = capfd.readouterr()
-        return code, captured.out, captured.err
+        return code, captured.out, unwrapped(captured.err)
 
     return run
 

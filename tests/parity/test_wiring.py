@@ -19,6 +19,13 @@ from parity.wiring import SHIPPED, ask_trainer, check_names, open_adapter, wirin
 
 UNIT = preset("unit")
 EMPTY = "from parity.probes.adapters.base import Adapter\n"
+TWO = """
+import parity.probes.adapters.base as base
+from parity.probes.adapters.builtin import Builtin as Ours
+class A(base.Adapter): pass
+class B: pass
+class C(Ours): pass
+"""
 
 
 def test_a_users_class_is_opened_with_the_recipe(tmp_path: Path) -> None:
@@ -32,10 +39,33 @@ def test_a_users_class_is_opened_with_the_recipe(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, str, str, str]] = [
-    ("no such name", "", "builtim", "did you mean builtin"),
-    ("no such file", "", "{}/none.py:A", "no such file"),
-    ("no such class", EMPTY, "{}/mine.py:B", "nothing of that name"),
-    ("another class", "class A: pass", "{}/mine.py:A", "no Adapter"),
+    ("no such name", "", "builtim", r"did you mean builtin\?.*; or give FILE.py:NAME"),
+    ("no such file", "", "{}/none.py:A", "no such file\ndo this: check the path; the form is FILE.py:NAME"),
+    ("no such file, no name", "", "{}/none.py", "no such file"),
+    (
+        "no name",
+        TWO,
+        "{}/mine.py",
+        "no class named; mine.py has A, C\ndo this: --adapter .*mine.py:A or .*:C",
+    ),
+    ("an empty name", TWO, "{}/mine.py:", "mine.py has A, C\ndo this: --adapter .*mine.py:A or .*:C"),
+    (
+        "no name, no class",
+        "x = 1",
+        "{}/mine.py",
+        "has no class derived from Adapter\ndo this: give FILE.py:NAME",
+    ),
+    ("no name, no Python", "class (", "{}/mine.py", "has no class derived from Adapter"),
+    ("no name, not run", TWO + "1 / 0", "{}/mine.py", "mine.py has A, C\n"),
+    ("a folder", "", "{}/mine:A", "no Python file with a class\ndo this: give FILE.py:NAME"),
+    (
+        "no such class",
+        TWO,
+        "{}/mine.py:D",
+        "nothing of that name; mine.py has A, C\ndo this: --adapter .*:A or",
+    ),
+    ("another class", "class A: pass", "{}/mine.py:A", "a class A that is no Adapter; mine.py has no class"),
+    ("no class", TWO + "x = 1", "{}/mine.py:x", "a int that is no Adapter; mine.py has A, C"),
     ("a broken file", "1 / 0", "{}/mine.py:A", "ZeroDivisionError"),
     (
         "a broken class",
@@ -59,6 +89,13 @@ def test_what_is_no_adapter_is_refused(text: str, name: str, message: str, tmp_p
 def test_ours_need_a_whole_training_file(name: str) -> None:
     with pytest.raises(ParityError, match="recipe: alone"):
         open_adapter(name, UNIT.recipe)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_ours_load_no_python_file(name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    with pytest.raises(ParityError, match="only a trainer of your own"):
+        open_adapter(name, UNIT.changed({"recipe.target.model": str(tmp_path / "mine.py")}))
 
 
 def test_a_probe_that_does_not_exist_is_named() -> None:
@@ -113,12 +150,76 @@ def test_a_wrong_step_is_a_finding_that_names_the_part(how: str) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_the_other_probes_go_on() -> None:
-    """A step that raises leaves alone what asks no step."""
+def test_one_mistake_is_told_once() -> None:
+    """A step that raises stops most probes: one finding names them, and those that need no step go on."""
     asked = ask_trainer(UNIT, Wrong("raises"))
-    outcomes = {name: answer.findings[0].outcome for name, answer in asked.answers}
-    assert set(outcomes) == {entry.name for entry in TABLE if entry.asks == "trainer"}
-    assert outcomes["noise"] == "error"
+    findings = [finding for _, answer in asked.answers for finding in answer.findings]
+    told = [finding for finding in findings if "no such key: hidden" in finding.sentence]
+    assert [(finding.name, finding.outcome) for finding in told] == [("adapter.step", "error")]
+    stopped = told[0].sentence.rpartition("not asked because of it: ")[2].split(", ")
+    assert {"inputs", "noise", "loss", "labels", "teacher"} <= set(stopped)
+    names = [name for name, _ in asked.answers if name != "adapter"]
+    assert names == [entry.name for entry in TABLE if entry.asks == "trainer"]
+    went_on = {f.name.split(".")[0] for f in findings} - {"adapter"}
+    assert went_on == set(names) - set(stopped) and went_on
+    reasons = dict(asked.conformance.unanswered)
+    assert reasons["noise"] == "see the finding adapter.step"
+    assert "no such key: hidden" in reasons["adapter"]
+
+
+def test_two_mistakes_are_two_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs by numbers alone (rows of other lengths) is one; another method is another."""
+
+    def optimizer(self: Wrong) -> Any:
+        raise ValueError("no optimizer yet")
+
+    monkeypatch.setattr(Wrong, "optimizer", optimizer)
+    answers = ask(Subject(Wrong("another shape")), copies=False)
+    told = {f.name: f for _, answer in answers for f in answer.findings if f.outcome == "error"}
+    assert "no optimizer yet" in told["frozen"].sentence
+    assert [name for name in told if name.startswith("adapter")] == ["adapter.step.hidden"]
+    assert "not asked because of it" not in told["frozen"].sentence
+
+
+@pytest.mark.parametrize(
+    ("how", "do"),
+    [
+        ("moves the random state", "torch.random.fork_rng"),
+        ("moves numpy's", "numpy.random.default_rng"),
+        ("detached", "correct step in the adapter"),
+    ],
+)
+def test_a_mistake_says_what_to_do(how: str, do: str) -> None:
+    ((_, answer),) = ask(Subject(Wrong(how)), only=["noise"])
+    assert do in answer.findings[0].next_step
+
+
+def test_what_another_finding_explains_is_not_judged() -> None:
+    """Noise on all captured slices makes labels and teacher of its own: one fault is reported, not two."""
+    from tests.faults.plants_noise import OnAllSlices
+    from tests.faults.wiring import builtin
+
+    answers = dict(ask(Subject(builtin(wiring=OnAllSlices)), only=["noise", "teacher"]))
+    assert answers["noise"].findings[0].fault == "noise-on-teacher"
+    finding = answers["teacher"].findings[0]
+    assert (finding.outcome, finding.fault) == ("skipped", None)
+    assert "not judged, since noise-on-teacher was found" in finding.sentence
+    assert "What was seen: the teacher's head is not the target's" in finding.sentence
+    alone = dict(ask(Subject(builtin(wiring=OnAllSlices)), only=["teacher"]))
+    assert alone["teacher"].findings[0].fault == "teacher-head", "by itself it is what was found"
+
+
+def test_a_window_is_not_judged_where_the_states_are_detached() -> None:
+    from tests.faults.plants_context import PLANTS as CONTEXT
+    from tests.faults.plants_frozen import DetachedContext
+    from tests.faults.wiring import builtin
+
+    answers = dict(ask(Subject(builtin(wiring=DetachedContext)), only=["context", "frozen"]))
+    assert answers["frozen"].findings[0].fault == "trained-without-gradient"
+    told = [f.outcome for f in answers["context"].findings if "window" in f.sentence]
+    assert "skipped" in told and "fail" not in told
+    window = next(plant for plant in CONTEXT if plant.name == "a full layer slides")
+    assert dict(ask(Subject(window.build()), only=["context"]))["context"].findings[0].outcome == "fail"
 
 
 def test_asking_changes_nothing() -> None:

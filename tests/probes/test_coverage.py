@@ -103,3 +103,44 @@ def test_share_and_budget_are_what_is_declared() -> None:
         assert answer.findings[0].outcome == "pass", answer.findings[0].sentence
         table = answer.tables[0]
         assert all(abs(float(row[3]) - float(row[2])) < 1e-9 for row in table.rows)  # type: ignore[arg-type]
+
+
+def by_row(anchors: int) -> type[Wiring]:
+    """So many anchors a row, whatever documents it holds."""
+
+    class ByRowNumber(Wiring):
+        def anchors(self, batch: Batch, seed: int) -> Tensor:
+            every = torch.nonzero(batch.loss_mask & (batch.document >= 0)).squeeze(-1)
+            order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed + batch.epoch))
+            return every[order[:anchors]].sort().values
+
+    return ByRowNumber
+
+
+@pytest.mark.parametrize("anchors", [5, 12, 24, 40])
+def test_a_row_s_own_number_is_told_in_words(anchors: int) -> None:
+    answer = _answer(builtin({"recipe.block.anchors": 8}, by_row(anchors)))
+    assert [(f.outcome, f.fault) for f in answer.findings] == [("warn", "anchors-row-budget")]
+    assert f"{anchors} for a row of 8 documents in every epoch" in answer.findings[0].sentence
+    assert _facts(answer)["coverage.budget"] == "row"
+
+
+def test_a_row_s_budget_of_the_declared_number_starves_its_documents() -> None:
+    answer = _answer(builtin({"recipe.block.anchors": 8}, by_row(8)))
+    assert answer.findings[0].fault == "anchors-starved"
+    assert "8 for the whole row, which its documents share" in answer.findings[0].sentence
+
+
+class ByChance(Wiring):
+    """Every candidate with a chance of its own: no number is anyone's."""
+
+    def anchors(self, batch: Batch, seed: int) -> Tensor:
+        every = torch.nonzero(batch.loss_mask & (batch.document >= 0)).squeeze(-1)
+        drawn = torch.rand(len(every), generator=torch.Generator().manual_seed(seed + batch.epoch))
+        return every[drawn < 0.3]
+
+
+def test_documents_with_a_budget_or_a_chance_of_their_own_are_no_row() -> None:
+    for wiring in (Wiring, ByChance):
+        answer = _answer(builtin({"recipe.block.share": 0.3, "recipe.block.anchors": 512}, wiring))
+        assert _facts(answer)["coverage.budget"] == "document"

@@ -1,12 +1,13 @@
 """Numbers and texts as every painter writes them."""
 
+import json
 import math
 from collections.abc import Callable
 
 import pytest
 
-from parity.reports import words
-from parity.reports.record import Report
+from parity.reports import schema, to_html, to_markdown, to_text, words
+from parity.reports.record import Report, Suspicion, Verdict
 
 
 @pytest.mark.parametrize(
@@ -71,3 +72,44 @@ def test_worst_comes_first_and_order_is_kept(big: Report) -> None:
 def test_a_machines_list_is_no_comparison(report_of: Callable[..., Report]) -> None:
     assert words.verdict(report_of(kind="env")).startswith("This lists what one machine would run")
     assert words.verdict(report_of(kind="check")) == "Nothing was compared, and that is not a pass."
+
+
+def test_a_reason_is_given_once() -> None:
+    """Not tested for one reason: one after the other, the reason at the first. Answers keep theirs."""
+    rows: tuple[tuple[str, Verdict, str], ...] = (
+        ("a", "not tested", "no GPU"),
+        ("b", "found", "no GPU"),
+        ("c", "ruled out", "equal"),
+        ("d", "not tested", "no GPU"),
+        ("e", "ruled out", "equal"),
+        ("f", "not tested", "no draft"),
+        ("g", "not tested", "no GPU"),
+    )
+    made = words.reasons_once([Suspicion(name=n, verdict=v, because=b) for n, v, b in rows])
+    assert [(each.name, because) for each, because in made] == [
+        ("a", "no GPU"),
+        ("d", "the same"),
+        ("g", "the same"),
+        ("b", "no GPU"),
+        ("c", "equal"),
+        ("e", "equal"),
+        ("f", "no draft"),
+    ]
+
+
+@pytest.mark.parametrize("paint", [to_text.paint, to_html.paint, to_markdown.paint])
+def test_painters_say_a_reason_once(paint: Callable[[Report], str]) -> None:
+    names = ("the kernels differ", "the loader differs", "the machine differs")
+    report = Report(
+        kind="check",
+        title="t",
+        created="2026-01-02T03:04:05Z",
+        command="parity check",
+        subject=(),
+        findings=(),
+        suspicions=tuple(Suspicion(name=n, verdict="not tested", because="no other machine") for n in names),
+    )
+    text = paint(report).partition("application/json")[0]
+    assert text.count("no other machine") == 1 and text.count("the same") == 2
+    assert all(name in text for name in names)
+    assert json.dumps(schema.to_dict(report)).count("no other machine") == 3
