@@ -459,7 +459,7 @@ def _layers(c: Comparison, name: str) -> Table:
     rows = tuple(
         (
             t.tap,
-            t.layer_type,
+            t.layer_type or None,
             t.cosine_mean,
             t.cosine_min,
             t.cosine_p01,
@@ -503,7 +503,7 @@ def _profile(c: Comparison, name: str) -> Table:
             ("floor, worst token", tap.floor_token),
             ("floor, rms", tap.floor_rms),
         )
-        rows += [(tap.tap, what, value, tap.layer_type, tap.outcome) for what, value in points]
+        rows += [(tap.tap, what, value, tap.layer_type or None, tap.outcome) for what, value in points]
     columns = (
         Column(key="tap", title="tap"),
         Column(key="what", title="what"),

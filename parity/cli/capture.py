@@ -7,7 +7,9 @@ import typer
 
 
 def capture(
-    model: Annotated[str, typer.Option(help="Name or path of the target.")],
+    model: Annotated[
+        str, typer.Option(help="Name or path of the target; embedded:hybrid and embedded:dense are ours.")
+    ],
     prompts: Annotated[
         Path, typer.Option(help="Text (a prompt a line) or JSON lines: prompt, messages or token_ids.")
     ],

@@ -18,7 +18,8 @@ def check(
         list[str] | None, typer.Option(help="Ask this probe only; may be given again (`parity probes`).")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Name or path of the target; the embedded one by default.")
+        str | None,
+        typer.Option(help="Name or path of the target; embedded:hybrid by default, or embedded:dense."),
     ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts as for capture; built-in ones by default.")
