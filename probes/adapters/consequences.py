@@ -51,6 +51,16 @@ CLOUDED = (
         why="no gradient reaches the conditioning states, so none says what a layer sees of them",
         holds=_detached,
     ),
+    Clouded(
+        cause="noise-behind-fc",
+        faults=("drafter-not-recognised",),
+        why="the drafter's states hold noise, and are no declared drafter's by that alone",
+    ),
+    Clouded(
+        cause="loss-head",
+        faults=("label-unknown", "label-unrecognised", "teacher-head"),
+        why="labels and the teacher are read through the target's head, and the draft's logits are made by another",
+    ),
     *(
         Clouded(
             cause=cause,

@@ -209,6 +209,29 @@ def test_what_another_finding_explains_is_not_judged() -> None:
     assert alone["teacher"].findings[0].fault == "teacher-head", "by itself it is what was found"
 
 
+@pytest.mark.parametrize(
+    ("planted", "cause", "probe", "seen"),
+    [
+        ("noise .1 on fc's output beside the declared noise", "noise-behind-fc", "context", "drafter"),
+        ("an own head, drifted by 10 %, KL", "loss-head", "labels", "label"),
+        ("an own head of a reduced vocabulary", "loss-head", "teacher", "head"),
+    ],
+)
+def test_what_noise_behind_fc_and_a_head_of_ones_own_explain(
+    planted: str, cause: str, probe: str, seen: str
+) -> None:
+    from tests.faults import collect
+
+    (plant,) = (each for each in collect.plants() if each.name == planted and each.trainer == "builtin")
+    answers = dict(ask(Subject(plant.build()), only=[plant.probe, probe]))
+    assert [f.fault for f in answers[plant.probe].findings if f.outcome == "fail"] == [cause]
+    assert [f.outcome for f in answers[probe].findings if f.outcome == "fail"] == []
+    told = [
+        f.sentence for f in answers[probe].findings if f"not judged, since {cause} was found" in f.sentence
+    ]
+    assert told and seen in told[0].partition("What was seen: ")[2]
+
+
 def test_a_window_is_not_judged_where_the_states_are_detached() -> None:
     from tests.faults.plants_context import PLANTS as CONTEXT
     from tests.faults.plants_frozen import DetachedContext
