@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ from parity.model.drafter_config import RopeConfig
 from parity.model.mask import CONTEXT, PADDING, Layout, Rule, Tokens
 from parity.model.step import Wiring
 from parity.probes.adapters.builtin import Builtin
-from tests.faults.wiring import Plant, builtin
+from tests.faults.wiring import planted
 
 RIGHT = mask.visible
 
@@ -259,23 +260,8 @@ class LargerEmbeddings(Wiring):
 SLIDING = {"recipe.attention": {"layers": ["sliding", "full"], "window": 6}}
 ALL_SLIDE = {"recipe.attention": {"layers": ["sliding", "sliding"], "window": 6}}
 BF16 = {"run.precision.autocast": "bfloat16", "recipe.target.dtype": "bfloat16"}
-NONE: dict[str, Any] = {}
 
-
-def _plant(
-    name: str,
-    deviation: str,
-    wiring: type[Wiring] = Wiring,
-    changes: dict[str, Any] = NONE,
-    then: Callable[[Builtin], None] = lambda adapter: None,
-) -> Plant:
-    return Plant(
-        name=name,
-        trainer="builtin",
-        deviation=deviation,
-        probe="context",
-        build=lambda: builtin(changes, wiring, then=then),
-    )
+_plant = partial(planted, "context")
 
 
 PLANTS = (

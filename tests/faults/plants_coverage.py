@@ -1,6 +1,7 @@
 """Faults of the draw of anchors in the built-in trainer."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from parity.model.data import Batch
 from parity.model.step import Wiring
-from tests.faults.wiring import Plant, builtin
+from tests.faults.wiring import planted
 
 
 class RowBudget(Wiring):
@@ -97,14 +98,7 @@ class Half(Wiring):
         self.anchor_config = replace(self.anchor_config, budget=self.recipe.block.anchors // 2)
 
 
-def _plant(name: str, deviation: str, wiring: type[Wiring], changes: dict[str, Any] | None = None) -> Plant:
-    return Plant(
-        name=name,
-        trainer="builtin",
-        deviation=deviation,
-        probe="coverage",
-        build=lambda: builtin(changes, wiring),
-    )
+_plant = partial(planted, "coverage")
 
 
 PLANTS = (

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from parity.model.loss import Teacher
 from parity.model.states import Captured, SyntheticStates
 from parity.model.step import Wiring
 from parity.probes.adapters.builtin import Builtin
-from tests.faults.wiring import Plant, builtin
+from tests.faults.wiring import planted
 
 
 class AllSlices(Wiring):
@@ -150,20 +151,7 @@ def rounded(batch: Batch, source: Any) -> Tensor:
     return states.bfloat16().to(states)
 
 
-def _plant(
-    name: str,
-    deviation: str,
-    wiring: type[Wiring] = Wiring,
-    changes: dict[str, Any] | None = None,
-    then: Callable[[Builtin], None] = lambda adapter: None,
-) -> Plant:
-    return Plant(
-        name=name,
-        trainer="builtin",
-        deviation=deviation,
-        probe="inputs",
-        build=lambda: builtin(changes, wiring, then=then),
-    )
+_plant = partial(planted, "inputs")
 
 
 PLANTS = (

@@ -1,6 +1,7 @@
 """Faults of labels in the built-in trainer: another token, another document, masked tokens."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from parity.model.anchors import Blocks, blocks_at
 from parity.model.data import Batch
 from parity.model.loss import Teacher
 from parity.model.step import Wiring
-from tests.faults.wiring import Plant, builtin
+from tests.faults.wiring import planted
 
 
 def teacher_shifted(by: int) -> type[Wiring]:
@@ -145,14 +146,7 @@ KEPT: dict[str, Any] = {"recipe.block.past_holes": False}
 BLOCK8: dict[str, Any] = {"recipe.block.size": 8}
 
 
-def _plant(name: str, deviation: str, wiring: type[Wiring], changes: dict[str, Any] | None = None) -> Plant:
-    return Plant(
-        name=name,
-        trainer="builtin",
-        deviation=deviation,
-        probe="labels",
-        build=lambda: builtin(changes, wiring),
-    )
+_plant = partial(planted, "labels")
 
 
 PLANTS = (

@@ -1,6 +1,7 @@
 """Faults of the loss in the built-in trainer: what is minimised, with which weights, divided by what."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from parity.model.loss import ExpDecay as ExpWeights
 from parity.model.loss import LossConfig, Objective, Teacher, Weights, objective, slot_weights
 from parity.model.loss import Uniform as UniformWeights
 from parity.model.step import Wiring
-from tests.faults.wiring import Plant, builtin
+from tests.faults.wiring import planted
 
 
 def configured(**changes: Any) -> type[Wiring]:
@@ -233,17 +234,7 @@ UNIFORM = {"recipe.loss.weights": {"kind": "uniform"}}
 MASK_MEAN = {"recipe.loss.reduction": "mask_mean"}
 
 
-def _plant(
-    name: str, deviation: str, wiring: type[Wiring], changes: dict[str, Any] | None = None, **rest: Any
-) -> Plant:
-    return Plant(
-        name=name,
-        trainer="builtin",
-        deviation=deviation,
-        probe="loss",
-        build=lambda: builtin(changes, wiring),
-        **rest,
-    )
+_plant = partial(planted, "loss")
 
 
 PLANTS = (

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from parity.model.anchors import Blocks
 from parity.model.loss import Teacher
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.plants_loss import BF16, BLOCK8, KL, Plain
-from tests.faults.wiring import Plant, builtin
+from tests.faults.wiring import planted
 
 
 def distilled(
@@ -106,20 +107,7 @@ def _soft(heat: float, **terms: float) -> dict[str, Any]:
     return _mixed(heat, **terms) | {"recipe.labels": "teacher_distribution"}
 
 
-def _plant(
-    name: str,
-    deviation: str,
-    wiring: type[Plain],
-    changes: dict[str, Any],
-    then: Callable[[Builtin], None] = lambda adapter: None,
-) -> Plant:
-    return Plant(
-        name=name,
-        trainer="builtin",
-        deviation=deviation,
-        probe="loss",
-        build=lambda: builtin(changes, wiring, then=then),
-    )
+_plant = partial(planted, "loss")
 
 
 DATA: dict[str, Any] = {"recipe.labels": "data", "recipe.teacher": None}

@@ -1,6 +1,7 @@
 """Faults of noise in the built-in trainer."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from parity.model.data import Batch
 from parity.model.states import Captured
 from parity.model.step import StepOutput, Wiring
-from tests.faults.wiring import Plant, builtin
+from tests.faults.wiring import planted
 
 
 def _noise(like: Tensor, std: float, seed: int) -> Tensor:
@@ -97,14 +98,7 @@ GAUSS = {"recipe.noise": {"kind": "gaussian", "std": 0.05}}
 FAINT = {"recipe.noise": {"kind": "gaussian", "std": 0.001}}
 
 
-def _plant(name: str, deviation: str, wiring: type[Wiring], changes: dict[str, Any]) -> Plant:
-    return Plant(
-        name=name,
-        trainer="builtin",
-        deviation=deviation,
-        probe="noise",
-        build=lambda: builtin(changes, wiring),
-    )
+_plant = partial(planted, "noise")
 
 
 PLANTS = (

@@ -1,5 +1,6 @@
 """Noise behind fc's input beside the declared noise, and draws that are shared, in the built-in trainer."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from parity.model.mask import Layout
 from parity.model.states import Captured
 from parity.model.step import StepOutput, Wiring
 from tests.faults.plants_noise import FAINT, GAUSS, UNIFORM
-from tests.faults.wiring import Plant, builtin
+from tests.faults.wiring import planted
 
 
 def _drawn(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -177,14 +178,7 @@ class OneSided(Wiring):
 BF16: dict[str, Any] = {"recipe.target.dtype": "bfloat16", "run.precision.autocast": "bfloat16"}
 
 
-def _plant(name: str, deviation: str, wiring: type[Wiring], changes: dict[str, Any]) -> Plant:
-    return Plant(
-        name=name,
-        trainer="builtin",
-        deviation=deviation,
-        probe="noise",
-        build=lambda: builtin(changes, wiring),
-    )
+_plant = partial(planted, "noise")
 
 
 BEHIND, SHARED = "noise-behind-fc", "noise-shared"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from parity.model.loss import Teacher
 from parity.model.states import Captured, SyntheticStates
 from parity.model.step import Wiring
 from parity.probes.adapters.builtin import Builtin
-from tests.faults.wiring import Plant, builtin
+from tests.faults.wiring import planted
 
 
 def made(change: Callable[[Wiring, Teacher], Teacher]) -> type[Wiring]:
@@ -137,20 +138,7 @@ PRE: dict[str, Any] = {"recipe.teacher.norm": "pre"}
 KEPT: dict[str, Any] = {"recipe.draft_vocab": {"size": 40}}
 
 
-def _plant(
-    name: str,
-    deviation: str,
-    wiring: type[Wiring] = Wiring,
-    changes: dict[str, Any] | None = None,
-    then: Callable[[Builtin], None] = lambda adapter: None,
-) -> Plant:
-    return Plant(
-        name=name,
-        trainer="builtin",
-        deviation=deviation,
-        probe="teacher",
-        build=lambda: builtin(changes, wiring, then=then),
-    )
+_plant = partial(planted, "teacher")
 
 
 PLANTS = (

@@ -57,3 +57,24 @@ def builtin(
         trainer.wiring = wiring(training, trainer.parts, trainer.drafter)
     then(adapter)
     return adapter
+
+
+def planted(
+    probe: str,
+    name: str,
+    deviation: str,
+    wiring: type[Wiring] = Wiring,
+    changes: Mapping[str, Any] | None = None,
+    then: Callable[[Builtin], None] = lambda adapter: None,
+    *,
+    detection_only: bool = False,
+) -> Plant:
+    """A fault in the built-in trainer that `probe` has to name; the rest is as in `builtin`."""
+    return Plant(
+        name=name,
+        trainer="builtin",
+        deviation=deviation,
+        probe=probe,
+        build=lambda: builtin(changes, wiring, then=then),
+        detection_only=detection_only,
+    )
