@@ -356,7 +356,7 @@ def target_spec(recipe: Recipe, device: str = "cpu") -> TargetSpec:
     """How the recipe's target is loaded."""
     target = recipe.target
     return TargetSpec(
-        model=tiny.resolve(target.model),
+        model=target.model,
         revision=target.revision,
         dtype=target.dtype,
         loader=target.loader,
@@ -368,7 +368,7 @@ def tokenizer_of(recipe: Recipe) -> Any:
     """The target's tokenizer. Raises ParityError where it has none."""
     from transformers import AutoTokenizer
 
-    name, options = found_at(tiny.resolve(recipe.target.model))
+    name, options = found_at(recipe.target.model)
     try:
         return AutoTokenizer.from_pretrained(name, revision=recipe.target.revision, **options)
     except (OSError, ValueError, KeyError) as error:

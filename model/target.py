@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from parity.errors import ParityError
 from parity.model.backends import Backend, Call, CallRecorder, prove
 from parity.model.golden import Promotion, promoted
+from parity.model.tiny import resolve
 from parity.trace import BackendProof, Norm, TapInfo, TargetIdentity
 
 LOADERS = ("AutoModelForCausalLM", "AutoModel", "AutoModelForImageTextToText")
@@ -43,7 +44,7 @@ class TargetSpec:
     """Which model to load, and how. Nothing is left to a default of the library."""
 
     model: str
-    """Name on the hub, or path of a folder (or of a .gguf file) on this machine."""
+    """Name on the hub, or path of a folder (or of a .gguf file) on this machine; `embedded:NAME` becomes its path."""
     revision: str | None = None
     dtype: str = "auto"
     """One of `DTYPES`; `auto` is the dtype the checkpoint is stored in."""
@@ -59,6 +60,7 @@ class TargetSpec:
             raise ParityError(f"loader {self.loader!r}", "no such loader", f"use one of {', '.join(LOADERS)}")
         if self.dtype not in DTYPES:
             raise ParityError(f"dtype {self.dtype!r}", "no such dtype", f"use one of {', '.join(DTYPES)}")
+        object.__setattr__(self, "model", resolve(self.model))
 
 
 @dataclass(kw_only=True)
@@ -133,8 +135,10 @@ def load(spec: TargetSpec) -> Target:
 def source(model: str) -> tuple[str, dict[str, str]]:
     """(name or folder, further options) under which transformers finds a model, a .gguf file included.
 
-    Raises ParityError for a path that is not there: as a name on a hub it would only be misunderstood.
+    Raises ParityError for a path that is not there: as a name on a hub it would only be misunderstood; and where no
+    embedded target is called so.
     """
+    model = resolve(model)
     path = Path(model).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return str(path.parent), {"gguf_file": path.name}

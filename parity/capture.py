@@ -22,7 +22,6 @@ from typing import IO, Any
 
 from parity.errors import ParityError
 from parity.model import backends
-from parity.model.tiny import resolve
 from parity.prompts import Prompt, complete, read_prompts
 
 TAIL_LINES = 15
@@ -241,7 +240,6 @@ def capture_to(
     """
     asked = read_prompts(prompts)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    model = resolve(model)
     spec = {"model": model, "revision": revision, "dtype": dtype, "loader": loader, "device_map": device_map}
     with Worker(backend, hide=hide, threads=threads) as worker, _progress("capture") as report:
         if complete_with:

@@ -126,12 +126,11 @@ def _rows(training: "Training", tokenizer: Any, prompts: Path | None, most: int)
     """What is to be continued: the file's prompts, or the held-out ones."""
     if prompts is None:
         return _held_out(training, tokenizer, most)
-    from parity.model.tiny import resolve
     from parity.model.tokens import entries
 
     model = training.recipe.target.model
     # The stand-in speaks the embedded targets' vocabulary and has their tokenizer, but no folder of its own.
-    name = resolve("embedded:hybrid" if model.startswith("synthetic:") else model)
+    name = "embedded:hybrid" if model.startswith("synthetic:") else model
     given = [asdict(prompt) for prompt in read_prompts(prompts)[:most]]
     made = entries(name, training.recipe.target.revision, given, None)
     return [_Row(name=each.id, ids=each.token_ids[: each.prompt_tokens]) for each in made]

@@ -116,7 +116,7 @@ def wiring_of(training: "Training") -> "Wiring":
 
 def _target_config(training: "Training") -> tuple[Any, tuple[str, ...]]:
     """(the target's text configuration, its architectures)."""
-    from parity.model import states, tiny
+    from parity.model import states
     from parity.model.target import source
 
     target = training.recipe.target
@@ -124,7 +124,7 @@ def _target_config(training: "Training") -> tuple[Any, tuple[str, ...]]:
         return states.synthetic(training.changed({"run.states": {"kind": "online"}}))[0].config, ()
     from transformers import AutoConfig
 
-    name, options = source(tiny.resolve(target.model))
+    name, options = source(target.model)
     try:
         config = AutoConfig.from_pretrained(name, revision=target.revision, **options)
     except (OSError, ValueError) as error:

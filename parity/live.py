@@ -135,13 +135,10 @@ def _lab(model: Any, ids: Sequence[int] | None, dtype: str, backend: str, loader
     prepare(backend)
     choice = parse(backend)
     from parity.model.target import Target, TargetSpec, load, select_taps
-    from parity.model.tiny import resolve
 
     target = model
     if not isinstance(model, Target):
-        spec = TargetSpec(
-            model=resolve(str(model)), dtype=dtype, loader=loader, device_map=device_map(choice)
-        )
+        spec = TargetSpec(model=str(model), dtype=dtype, loader=loader, device_map=device_map(choice))
         with _quiet():
             target = load(spec)
     given = _ids(target, ids)
