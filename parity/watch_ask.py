@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from parity.conformance import compare_statements
 from parity.environment import environment
 from parity.model.config import Recipe
-from parity.probes.adapters.asking import Broken, Subject, ask, broken_adapter
+from parity.probes.adapters.asking import ask_adapter
 from parity.probes.adapters.base import Adapter
 from parity.probes.table import TABLE
 from parity.reports.from_steps import report_of
@@ -43,10 +43,7 @@ class Found:
 
 def asked(adapter: Adapter, probes: Sequence[str], found: Found, *, copies: bool) -> Conformance:
     """Ask these probes; findings and tables go into `found`. copies: of the trainer's state are kept meanwhile."""
-    try:
-        answers = ask(Subject(adapter), probes, copies=copies)
-    except Broken as broken:
-        answers = [("adapter", broken_adapter(broken))]
+    answers = ask_adapter(adapter, probes, copies=copies)
     for _, answer in answers:
         found.add(findings=answer.findings, tables=answer.tables)
     return conformance(adapter, answers)

@@ -19,7 +19,7 @@ from typing import Any
 from parity.errors import ParityError
 from parity.model.config import Recipe, Training
 from parity.model.config_check import Lines, check_target, nearest
-from parity.probes.adapters.asking import Broken, Subject, ask, broken_adapter
+from parity.probes.adapters.asking import ask_adapter
 from parity.probes.adapters.base import Adapter
 from parity.probes.base import Answer
 from parity.probes.table import TABLE
@@ -172,10 +172,7 @@ def ask_trainer(
 ) -> Asked:
     """Every wiring probe's answer of one trainer. Raises ParityError for an adapter that cannot be opened."""
     opened = open_adapter(adapter, declared) if isinstance(adapter, str) else adapter
-    try:
-        answers = tuple(ask(Subject(opened), only, say))
-    except Broken as broken:
-        answers = (("adapter", broken_adapter(broken)),)
+    answers = tuple(ask_adapter(opened, only, say))
     return Asked(
         adapter=opened.name or type(opened).__name__,
         answers=answers,

@@ -39,6 +39,7 @@ from parity.probes.adapters.loss_reading import (
     find,
     read,
     soft,
+    term_of,
 )
 from parity.probes.adapters.loss_words import (
     declared_law,
@@ -148,7 +149,7 @@ def _term_faults(subject: Subject, reading: Reading, found: Found) -> list[Fault
     wanted = "data" if recipe.labels == "data" else "teacher"
     ambiguous = any(_names(other) == set(declared) for other in reading.fit.alike)
     shares = {name: found.terms.get(name, 0.0) for name in {**declared, **found.terms}}
-    errors = {name.split(":")[0].split("@")[0]: each for name, each in reading.fit.errors.items()}
+    errors = {term_of(name): each for name, each in reading.fit.errors.items()}
     heat, declared_heat = reading.heat, recipe.loss.temperature
     visible = soft(reading) or any("@" in name for name in reading.fit.shares)
     if visible and abs(heat - declared_heat) > SAME * declared_heat + CERTAIN * reading.heat_error:
@@ -184,7 +185,7 @@ def _square_faults(found: Found) -> list[Fault]:
 
 
 def _names(fit: Fit) -> set[str]:
-    return {name.split(":")[0].split("@")[0] for name in fit.shares}
+    return {term_of(name) for name in fit.shares}
 
 
 def _weight_faults(subject: Subject, law: Law, slots: Slots) -> list[Fault]:

@@ -23,27 +23,24 @@ def probes(
     if matrix:
         _print_matrix()
         return
+
+    def show(text: str, *, names: bool = False) -> None:
+        """A paragraph under the line before; names stay in one piece."""
+        wrapper = textwrap.TextWrapper(78, initial_indent="  ", subsequent_indent="    ")
+        wrapper.break_on_hyphens = not names
+        typer.echo(wrapper.fill(text))
+
     for entry in TABLE:
         typer.echo(f"{entry.name} ({'asks a trainer' if entry.asks == 'trainer' else 'reads traces'})")
-        for label, text in (("guards", entry.guards), ("needs", entry.needs)):
-            typer.echo(textwrap.fill(text, width=78, initial_indent=f"  {label}: ", subsequent_indent="    "))
-        names = ", ".join(row.name for row in DEVIATIONS if row.probe == entry.name)
-        if names:
-            typer.echo(
-                textwrap.fill(
-                    names,
-                    width=78,
-                    initial_indent="  names: ",
-                    subsequent_indent="    ",
-                    break_on_hyphens=False,
-                )
-            )
+        show(f"guards: {entry.guards}")
+        show(f"needs: {entry.needs}")
+        named = ", ".join(row.name for row in DEVIATIONS if row.probe == entry.name)
+        if named:
+            show(f"names: {named}", names=True)
     typer.echo("kinds of difference between two traces (named by `parity compare` and by")
     typer.echo("  the probes that compare; `A or B` where only `--live` can decide)")
     for kind, meaning in MEANING.items():
-        typer.echo(
-            textwrap.fill(f"{kind}: {meaning}", width=78, initial_indent="  ", subsequent_indent="    ")
-        )
+        show(f"{kind}: {meaning}")
 
 
 def _print_matrix() -> None:

@@ -514,7 +514,21 @@ def ask(
     return answers
 
 
-def broken_adapter(broken: Broken, name: str = "adapter", probes: Sequence[str] = ()) -> Answer:
+def ask_adapter(
+    adapter: Adapter,
+    only: Sequence[str] | None = None,
+    say: Callable[[str], None] = lambda name: None,
+    *,
+    copies: bool = True,
+) -> list[tuple[str, Answer]]:
+    """`ask` of an adapter; one of which no subject can be made is the only answer, `adapter`."""
+    try:
+        return ask(Subject(adapter), only, say, copies=copies)
+    except Broken as broken:
+        return [("adapter", _broken_adapter(broken))]
+
+
+def _broken_adapter(broken: Broken, name: str = "adapter", probes: Sequence[str] = ()) -> Answer:
     """A mistake of the adapter as a finding, with the probes that could not be asked because of it."""
     because = f"; not asked because of it: {', '.join(probes)}" if probes else ""
     evidence = (("part", broken.part), ("expected", broken.expected), ("found", broken.found))
@@ -538,13 +552,13 @@ def _told_once(asked: Sequence[tuple[str, Answer | Broken]]) -> list[tuple[str, 
             continue
         probes = stopped[answer.mistake]
         if len(probes) == 1:
-            answers.append((name, broken_adapter(answer, name)))
+            answers.append((name, _broken_adapter(answer, name)))
             continue
         if answer.mistake not in told:
             finding = f"adapter.{answer.part}"
             same = sum(other == finding or other.startswith(f"{finding}-") for other in told.values())
             told[answer.mistake] = f"{finding}-{same + 1}" if same else finding
-            answers.append(("adapter", broken_adapter(answer, told[answer.mistake], probes)))
+            answers.append(("adapter", _broken_adapter(answer, told[answer.mistake], probes)))
         answers.append((name, Answer(findings=(), unasked=f"see the finding {told[answer.mistake]}")))
     return answers
 

@@ -304,12 +304,17 @@ def find(subject: Subject, crafted: Crafted, at: AtHead, reading: Reading, law: 
     )
 
 
+def term_of(name: str) -> str:
+    """The recipe's name of a term: `ce` of `ce:teacher`, `kl` of `kl@2`."""
+    return name.split(":")[0].split("@")[0]
+
+
 def _by_name(reading: Reading) -> tuple[dict[str, float], dict[str, float]]:
     """Shares and their standard errors by the recipe's names."""
     terms: dict[str, float] = {}
     errors: dict[str, float] = {}
     for name, share in reading.fit.shares.items():
-        short = name.split(":")[0].split("@")[0]
+        short = term_of(name)
         terms[short] = terms.get(short, 0.0) + share
         errors[short] = max(errors.get(short, 0.0), reading.fit.errors[name])
     return terms, errors
