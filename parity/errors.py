@@ -4,7 +4,12 @@ Three things are never mixed: a user's mistake (two lines, exit 2), a finding (e
 ours (a traceback, exit 4).
 """
 
+import errno
+import re
 from enum import IntEnum
+
+REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+"""What a system answers that will not have a file written: no space, no quota, too large, read only, not allowed."""
 
 
 class ExitCode(IntEnum):
@@ -33,6 +38,15 @@ class ParityError(Exception):
     def __init__(self, asked: str, found: str, do: str) -> None:
         self.asked, self.found, self.do = asked, found, do
         super().__init__(f"asked: {asked}; found: {found}\ndo this: {do}")
+
+
+def refused(error: Exception) -> bool:
+    """Whether it is the system that would not have a file written. safetensors tells the number in its text alone."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and type(error).__name__ == "SafetensorError":
+        told = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(told[1]) if told else None
+    return number in REFUSED
 
 
 class NothingComparable(ParityError):

@@ -24,7 +24,7 @@ from parity.cli.output import complain
 from parity.cli.probes import probes
 from parity.cli.show import show
 from parity.cli.train import train
-from parity.errors import ExitCode, ParityError
+from parity.errors import ExitCode, ParityError, refused
 
 app = typer.Typer(
     name="parity",
@@ -46,6 +46,7 @@ for other in (gate, show, env, probes):
 
 INTERRUPTED = 130
 GO_ON = "interrupted; run the same command again to go on"
+MAKE_ROOM = "free some space or choose another --out; run the same command again, what is whole is kept"
 
 
 def _version(wanted: bool) -> None:
@@ -90,6 +91,11 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # the parser's own usage errors
             error.show()
+            return int(ExitCode.USAGE)
+        if refused(error):
+            complain(
+                str(ParityError(f"what `parity {' '.join(arguments[:1])}` writes", str(error), MAKE_ROOM))
+            )
             return int(ExitCode.USAGE)
         traceback.print_exc()
         complain("this is a fault of parity's own; please report it with the lines above")

@@ -1,5 +1,6 @@
 """The command line as a hurried person meets it: flags, messages of two lines, exit codes, nothing half-written."""
 
+import errno
 import os
 import shutil
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
 from parity.cli import main as cli
 from parity.cli.output import complain
@@ -185,6 +187,31 @@ def test_our_own_fault_is_exit_4(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(schema, "read", broken)
     code, _, err = run("show", tmp_path)
     assert code == 4 and "Traceback" in err and "a fault of parity's own" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "x"), 2),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), 2),
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), 2),
+        (SafetensorError("Error while serializing: a name that is no string"), 4),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "x"), 4),
+        (RuntimeError("No space left on device (os error 28)"), 4),
+    ],
+)
+def test_a_system_that_refuses_a_file_is_no_fault_of_ours(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, code: int
+) -> None:
+    import parity.reports.schema as schema
+
+    def refused(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(schema, "read", refused)
+    found, _, err = run("show", tmp_path)
+    assert found == code
+    assert ("Traceback" in err) == (code == 4) and ("free some space" in err) == (code == 2)
 
 
 def test_probes_are_listed(run: Run) -> None:

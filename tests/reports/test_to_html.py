@@ -187,6 +187,22 @@ def test_nothing_but_zeros_is_still_a_chart() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("names", "at", "side"),
+    [((0, 1, 2, 3), 0, "left"), ((0, 1, 2, 3), 3, "right"), (("a", "b", "c", "d"), "d", "right")],
+)
+def test_a_marks_label_stands_where_there_is_room_and_is_never_drawn_outside(
+    names: tuple[Value, ...], at: Value, side: str
+) -> None:
+    """One that hung over the edge would be given room there, and the chart would shrink."""
+    rows = tuple((name, "a", 1.0 + index) for index, name in enumerate(names))
+    drawing = charts.draw(_table("timeline", rows, marks=((at, "a long name of a fault"),)))
+    assert drawing is not None
+    (label,) = (layer["mark"] for layer in drawing.spec["layer"] if layer["mark"]["type"] == "text")
+    assert label["align"] == side and (label["dx"] < 0) == (side == "right")
+    assert label["clip"] and label["limit"] == charts.LABEL
+
+
 def test_bars_of_no_height_are_no_chart() -> None:
     """Their table says it better; one bar of any height draws them all."""
     assert charts.draw(_table("bars", (("p", "a", 0.0), ("q", "a", 0.0)))) is None
