@@ -8,27 +8,25 @@ Every command is also a function that returns records:
 Names are looked up when they are first used, so that importing parity never imports torch.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for type checkers, which do not run `__getattr__`
-    from parity.capture import capture_to as capture
-    from parity.compare_paths import compare as compare
+    from parity.capturing.client import capture_to as capture
+    from parity.commands.check import check as check
+    from parity.commands.compare import compare as compare
+    from parity.commands.convert import export as export
+    from parity.commands.convert import import_ as import_
+    from parity.commands.evaluate import evaluate as evaluate
+    from parity.commands.train import train as train
     from parity.errors import ExitCode as ExitCode
     from parity.errors import NothingComparable as NothingComparable
     from parity.errors import ParityError as ParityError
-    from parity.evaluate import evaluate as evaluate
-    from parity.exchange import export as export
-    from parity.exchange import import_ as import_
-    from parity.gate import gate as gate
+    from parity.gating.gate import gate as gate
     from parity.reports.record import Finding as Finding
     from parity.reports.record import Report as Report
-    from parity.runner import check as check
-    from parity.trace import Trace as Trace
-    from parity.train import train as train
-    from parity.watch import watch as watch
+    from parity.tracing.trace import Trace as Trace
+    from parity.watching.watch import watch as watch
 
 PUBLIC: dict[str, str] = {
     "ExitCode": "parity.errors:ExitCode",
@@ -36,16 +34,16 @@ PUBLIC: dict[str, str] = {
     "NothingComparable": "parity.errors:NothingComparable",
     "ParityError": "parity.errors:ParityError",
     "Report": "parity.reports.record:Report",
-    "Trace": "parity.trace:Trace",
-    "capture": "parity.capture:capture_to",
-    "check": "parity.runner:check",
-    "compare": "parity.compare_paths:compare",
-    "evaluate": "parity.evaluate:evaluate",
-    "export": "parity.exchange:export",
-    "gate": "parity.gate:gate",
-    "import_": "parity.exchange:import_",
-    "train": "parity.train:train",
-    "watch": "parity.watch:watch",
+    "Trace": "parity.tracing.trace:Trace",
+    "capture": "parity.capturing.client:capture_to",
+    "check": "parity.commands.check:check",
+    "compare": "parity.commands.compare:compare",
+    "evaluate": "parity.commands.evaluate:evaluate",
+    "export": "parity.commands.convert:export",
+    "gate": "parity.gating.gate:gate",
+    "import_": "parity.commands.convert:import_",
+    "train": "parity.commands.train:train",
+    "watch": "parity.watching.watch:watch",
 }
 """Public name -> module and attribute. A promise: tests/test_packaging.py looks every one up."""
 
@@ -68,31 +66,6 @@ __all__ = [
 ]
 
 
-class _Command(ModuleType):
-    """A module of ours that can be called as the command of its name: `parity.compare(a, b)`.
-
-    `parity.compare` is both a module and a command. Python makes the module an attribute of the package
-    as soon as anything imports it, so without this class the name would mean one or the other by import
-    order.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, _, function = PUBLIC[self.__name__.removeprefix("parity.")].partition(":")
-        return getattr(import_module(module), function)(*args, **kwargs)
-
-
-class _Package(ModuleType):
-    """The package `parity`: makes each command's module callable when it is imported."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if isinstance(value, ModuleType) and name in PUBLIC:
-            value.__class__ = _Command
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-
-
 def __getattr__(name: str) -> Any:
     """The public object of that name, imported now."""
     if name == "__version__":
@@ -100,8 +73,7 @@ def __getattr__(name: str) -> Any:
     if name not in PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = PUBLIC[name].partition(":")
-    found = getattr(import_module(module), attribute)
-    return globals().setdefault(name, found)  # a command's module is set by the import, and stays
+    return globals().setdefault(name, getattr(import_module(module), attribute))
 
 
 def __dir__() -> list[str]:

@@ -24,7 +24,7 @@ from parity.errors import ParityError
 if TYPE_CHECKING:
     from parity.policy import Policy
     from parity.reports.record import Report
-    from parity.trace import Trace
+    from parity.tracing.trace import Trace
 
 Prompts = str | Path | Sequence[str | Sequence[int]]
 Capture = Callable[..., "Trace"]
@@ -48,9 +48,9 @@ def assert_parity(
     compared; ParityError for what cannot be read.
     """
     __tracebackhide__ = True
-    from parity.compare_paths import compared, reported
+    from parity.commands.compare import compared, reported
     from parity.errors import NothingComparable
-    from parity.gate import gate
+    from parity.gating.gate import gate
 
     rules = _policy(policy)
     try:
@@ -105,7 +105,7 @@ def capture_parity(tmp_path_factory: pytest.TempPathFactory) -> Capture:
 
     def capture(model: str | Path, prompts: Prompts, *, backend: str = "torch", **options: Any) -> "Trace":
         __tracebackhide__ = True
-        from parity.trace import Trace
+        from parity.tracing.trace import Trace
 
         if not folder:
             folder.append(tmp_path_factory.mktemp("parity"))
@@ -147,7 +147,7 @@ def _file(prompts: Prompts, file: Path) -> Path:
 def _capture(out: Path, model: str, prompts: Path, backend: str, options: Mapping[str, Any]) -> None:
     """Capture, and fail the test where the trace is no evidence."""
     __tracebackhide__ = True
-    from parity.capture import WorkerCrash, capture_to
+    from parity.capturing.client import WorkerCrash, capture_to
 
     try:
         result = capture_to(out, model=model, prompts=prompts, backend=backend, **options)

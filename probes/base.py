@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from parity.compare import Comparison, compare_traces
-from parity.compare_kernel import PairStats, pair_stats
-from parity.compare_report import tables_and_findings
-from parity.diagnose import diagnose_or_why
+from parity.comparison.report import tables_and_findings
+from parity.comparison.tolerance import Floor
+from parity.comparison.traces import Comparison, compare_traces
+from parity.diagnosis.kinds import diagnose_or_why
+from parity.kernel.sums import PairStats, pair_stats
 from parity.reports.record import Column, Finding, Statement, Table, Value
-from parity.tolerance import Floor
-from parity.trace import Trace
+from parity.tracing.trace import Trace
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 

@@ -3,7 +3,7 @@
     deviation("noise-on-teacher").sentence
 
 A name is a promise: policies, baselines and people's notes refer to it. The sixteen kinds of difference between
-two traces have their own table, `parity.diagnose_records.MEANING`: what to do about one follows from where it begins,
+two traces have their own table, `parity.diagnosis.records.MEANING`: what to do about one follows from where it begins,
 so each diagnosis says it. `parity probes` lists both. Standard library only.
 """
 

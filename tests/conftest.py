@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from parity.model.backends import isolate, parse
+from parity.model.target.backends import isolate, parse
 
 torch.set_num_threads(1)
 isolate(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from parity.probes.adapters.asking import Subject, ask
+from parity.commands.check import check
+from parity.probes.subject import Subject, ask
 from parity.reports import to_text
 from parity.reports.record import Report
-from parity.runner import check
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "docs" / "example"
@@ -115,8 +115,8 @@ def test_the_readme_shows_the_adapter_that_ships() -> None:
 
 def test_asking_leaves_the_loop_alone(example: Path) -> None:
     """`update` trains one step in between; the drafter is bit for bit the same afterwards."""
-    from parity.model.config import load_declared
-    from parity.wiring import open_adapter
+    from parity.model.recipe.config import load_declared
+    from parity.probes.ask import open_adapter
 
     try:
         adapter = open_adapter(f"{example / 'adapter.py'}:Plain", load_declared(example / "recipe.yaml"))

@@ -41,7 +41,7 @@ def check(
 ) -> None:
     """Check everything before training: dispatch, loading, kernels, serving modes, and the trainer's wiring."""
     from parity.cli.output import exit_code, print_report, report_folder, save_report
-    from parity.runner import check as run_check
+    from parity.commands.check import check as run_check
 
     report = run_check(
         recipe=recipe,
@@ -59,7 +59,7 @@ def check(
     )
     save_report(report, out)
     if report.conformance is not None:
-        from parity.conformance import save
+        from parity.gating.conformance import save
 
         save(report.conformance, out / "conformance.json")
     print_report(report)

@@ -58,12 +58,12 @@ def compare(
     Two conformance.json of checks are compared fact by fact.
     """
     from parity.cli.output import counting, report_folder
-    from parity.compare_paths import compared, reported
-    from parity.diagnose import diagnose_or_why
-    from parity.model.distributed import join, leave
+    from parity.commands.compare import compared, reported
+    from parity.diagnosis.kinds import diagnose_or_why
+    from parity.model.training.distributed import join, leave
 
     if a is not None and b is not None and live is None:
-        from parity.conformance import compare_statements, is_statement, read
+        from parity.gating.conformance import compare_statements, is_statement, read
 
         if is_statement(a) and is_statement(b):
             files = {"file of A": str(a), "file of B": str(b)}
@@ -76,8 +76,8 @@ def compare(
         report_folder(out, "compare", {"model asked for": str(live)} if a is None else sides)
     command = " ".join(["parity", *sys.argv[1:]])
     if live is not None:
-        from parity.live import joined, prepare, tokens_of
-        from parity.live import live as experiments
+        from parity.live.report import joined, prepare, tokens_of
+        from parity.live.report import live as experiments
 
         prepare()
     if a is None or b is None:

@@ -31,7 +31,7 @@ def env(
         report = machine()
         print(_plain(report) if form is Form.text else paint(report, form), end="")
         return
-    from parity import environment_diff
+    from parity.gating import environment as environment_diff
 
     a, b = (environment_diff.side_of(side) for side in diff)
     print(paint(environment_diff.report_of(a, b, created=_now(), command=_command()), form), end="")
@@ -40,7 +40,7 @@ def env(
 def machine() -> "Report":
     """This machine as a report of kind `env`: what `--diff` reads on another one."""
     from parity.environment import environment
-    from parity.model import backends
+    from parity.model.target import backends
     from parity.reports.record import Column, Report, Table
 
     missing = {name: backends.missing(backends.parse(name)) for name in backends.SHORTHANDS}

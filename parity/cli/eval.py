@@ -39,7 +39,7 @@ def evaluate(
     import torch
 
     from parity.cli.output import exit_code, print_report, report_folder, save_report
-    from parity.evaluate import evaluate as run_evaluate
+    from parity.commands.evaluate import evaluate as run_evaluate
 
     torch.set_num_threads(threads)
     report_folder(out, "eval")

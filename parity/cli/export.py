@@ -30,7 +30,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at --out.")] = False,
 ) -> None:
     """Write a checkpoint in z-lab's or speculators' layout, and read it back."""
-    from parity.exchange import export as run_export
+    from parity.commands.convert import export as run_export
 
     done = run_export(
         checkpoint,

@@ -31,7 +31,7 @@ def gate(
 ) -> None:
     """Hold a report against a policy and a baseline. A rule that matches nothing fails."""
     from parity.cli.output import exit_code, print_report
-    from parity.gate import gate as run_gate
+    from parity.gating.gate import gate as run_gate
     from parity.reports import to_annotations, to_junit, to_markdown
 
     command = " ".join(["parity", *sys.argv[1:]])

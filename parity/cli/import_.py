@@ -23,8 +23,8 @@ def import_(
     ] = None,
 ) -> None:
     """Read a checkpoint for `parity eval` and `parity train`; what is ambiguous is asked, never guessed."""
+    from parity.commands.convert import import_ as run_import
     from parity.errors import ParityError
-    from parity.exchange import import_ as run_import
 
     answers = {}
     for each in answer or []:

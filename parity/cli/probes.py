@@ -16,7 +16,7 @@ def probes(
     """List the probes, what each guards and needs, and the kinds of difference that are told apart."""
     import textwrap
 
-    from parity.diagnose_records import MEANING
+    from parity.diagnosis.records import MEANING
     from parity.probes.deviations import DEVIATIONS
     from parity.probes.table import TABLE
 

@@ -13,8 +13,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from parity.model.trainer import Trainer
-    from parity.watch_sinks import Panel
+    from parity.model.training.trainer import Trainer
+    from parity.watching.sinks import Panel
 
 INTERRUPTED = 130
 LINES = 20
@@ -25,7 +25,7 @@ def _keys(wanted: bool) -> None:
     """Print every key of the training file; no torch is needed for that."""
     if wanted:
         from parity.cli.output import width
-        from parity.model.config_keys import as_text
+        from parity.model.recipe.keys import as_text
 
         typer.echo(as_text(width()), nl=False)
         raise typer.Exit()
@@ -59,8 +59,8 @@ def train(
     from rich.console import Console
 
     from parity.cli.output import exit_code, print_report, report_folder, save_report
-    from parity.train import train as run_train
-    from parity.watch_sinks import Panel
+    from parity.commands.train import train as run_train
+    from parity.watching.sinks import Panel
 
     torch.set_num_threads(threads)
     report_folder(out, "train")

@@ -34,9 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.config import Recipe
-from parity.model.data import Batch
-from parity.model.drafter_config import DrafterConfig
+from parity.model.dflash.config import DrafterConfig
+from parity.model.recipe.config import Recipe
+from parity.model.training.data import Batch
 
 
 class Missing(Exception):

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parity.model import chat
-from parity.model.config import Training
-from parity.model.data import Batch, Document, read_documents
-from parity.model.decode import DecodeConfig, Ends, Proposer, _ends, generate, greedy
-from parity.model.export import save_speculators, save_zlab
-from parity.model.export_layouts import Wiring as Layers
-from parity.model.loss import Teacher
-from parity.model.states import Captured, open_target
-from parity.model.step import StepOutput, drafter_config
-from parity.model.trainer import Trainer
+from parity.model.dflash.decode import DecodeConfig, Ends, Proposer, _ends, generate, greedy
+from parity.model.dflash.export import save_speculators, save_zlab
+from parity.model.dflash.layout_write import Wiring as Layers
+from parity.model.dflash.step import StepOutput, drafter_config
+from parity.model.recipe.config import Training
+from parity.model.target import chat
+from parity.model.training.data import Batch, Document, read_documents
+from parity.model.training.loss import Teacher
+from parity.model.training.states import Captured, open_target
+from parity.model.training.trainer import Trainer
 from parity.probes.adapters.base import Adapter, Missing, Reference, Shown
 from parity.probes.adapters.targets import TargetSide
 
@@ -43,7 +43,7 @@ SHORT_RUN: dict[str, Any] = {
 
 
 class Builtin(Adapter):
-    """`parity.model.trainer.Trainer`. What is shown comes from `trainer.wiring.step` and nothing else."""
+    """`parity.model.training.trainer.Trainer`. What is shown comes from `trainer.wiring.step` and nothing else."""
 
     name = "built-in trainer"
 
@@ -140,7 +140,7 @@ class Builtin(Adapter):
         return made[0]
 
     def generate(self, prompt: Sequence[int], new_tokens: int) -> tuple[Sequence[int], Sequence[int]]:
-        """`parity.model.decode`'s loop."""
+        """`parity.model.dflash.decode`'s loop."""
         config = replace(self.decoding, max_new_tokens=new_tokens)
         made = generate(self.trainer.parts.speaker, self.trainer.drafter, prompt, config)
         return made.tokens, made.accepted

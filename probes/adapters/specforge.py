@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from parity.errors import ParityError
-from parity.model.config import Training
-from parity.model.data import Batch
+from parity.model.recipe.config import Training
+from parity.model.training.data import Batch
 from parity.probes.adapters.base import Adapter, Missing, Reference, Shown
 from parity.probes.adapters.targets import TargetSide, ZlabDraft, body_of, conditioning_before
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.config import Training
-from parity.model.data import Batch
-from parity.model.export_layouts import speculators_config
+from parity.model.dflash.layout_write import speculators_config
+from parity.model.recipe.config import Training
+from parity.model.training.data import Batch
 from parity.probes.adapters.base import Adapter, Missing, Reference, Shown
 from parity.probes.adapters.targets import TargetSide, ZlabDraft, body_of, conditioning_before
 

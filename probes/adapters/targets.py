@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model import chat
-from parity.model.config import Training
-from parity.model.data import Batch
-from parity.model.drafter_config import DrafterConfig
-from parity.model.export_layouts import Wiring as Layers
-from parity.model.export_layouts import zlab_config
-from parity.model.states import Parts, SyntheticStates, open_target
-from parity.model.step import drafter_config
+from parity.model.dflash.config import DrafterConfig
+from parity.model.dflash.layout_write import Wiring as Layers
+from parity.model.dflash.layout_write import zlab_config
+from parity.model.dflash.step import drafter_config
+from parity.model.recipe.config import Training
+from parity.model.target import chat
+from parity.model.training.data import Batch
+from parity.model.training.states import Parts, SyntheticStates, open_target
 from parity.probes.adapters.base import Missing, Reference
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from parity.model.backends import isolate, parse
+from parity.model.target.backends import isolate, parse
 
 isolate(parse("torch"))
 torch.set_num_threads(1)
@@ -56,8 +56,8 @@ def timed(run: Callable[[], object]) -> float:
 
 def main() -> None:
     """Print the table."""
-    from parity.model.capturing import capture
-    from parity.model.target import TargetSpec, load
+    from parity.model.target.capture import capture
+    from parity.model.target.load import TargetSpec, load
 
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     dtype = sys.argv[2] if len(sys.argv) > 2 else "bfloat16"

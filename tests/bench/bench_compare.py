@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from parity.compare_kernel import channel_mean_square, pair_stats, pick_outliers
+from parity.kernel.sums import channel_mean_square, pair_stats, pick_outliers
 
 WIDTH = 4096
 ROWS_AT_ONCE = 4096

@@ -29,7 +29,7 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
-from parity.trace import SCHEMA, BackendProof, Manifest, RequestEntry, TapInfo, TargetIdentity
+from parity.tracing.trace import SCHEMA, BackendProof, Manifest, RequestEntry, TapInfo, TargetIdentity
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, WIDTH = 8192, 4096

@@ -32,13 +32,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity.model.anchors import blocks_at
-from parity.model.decode import Ends
-from parity.model.drafter import Drafter, block_ids
-from parity.model.drafter_config import DrafterConfig
-from parity.model.export import Wiring, save_speculators, save_zlab
-from parity.model.loss import LossConfig, Teacher, Uniform, objective, teacher_labels
-from parity.model.mask import Rule, training_layout
+from parity.model.dflash.anchors import blocks_at
+from parity.model.dflash.config import DrafterConfig
+from parity.model.dflash.decode import Ends
+from parity.model.dflash.drafter import Drafter, block_ids
+from parity.model.dflash.export import Wiring, save_speculators, save_zlab
+from parity.model.dflash.mask import Rule, training_layout
+from parity.model.training.loss import LossConfig, Teacher, Uniform, objective, teacher_labels
 
 WIDTH, BLOCK, LAYERS = 256, 8, (1, 2, 3, 4, 5)
 SIZES = ((512, 64), (1024, 128), (2048, 256))

@@ -33,13 +33,13 @@ def measure(size: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from parity.model.backends import isolate, parse
+    from parity.model.target.backends import isolate, parse
 
     isolate(parse("torch"))
-    from parity.model import states
-    from parity.model.presets import preset
-    from parity.probes.adapters.asking import Subject, ask
+    from parity.model.recipe.presets import preset
+    from parity.model.training import states
     from parity.probes.adapters.builtin import Builtin
+    from parity.probes.subject import Subject, ask
 
     training = preset("tiny" if size == "tiny" else "unit")
     if size == "wide":

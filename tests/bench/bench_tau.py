@@ -24,10 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from parity.model import corpus
-from parity.model.backends import isolate, parse
-from parity.model.data import Batch
-from parity.model.decode import (
+from parity.model.dflash.decode import (
     DecodeConfig,
     Decoded,
     Ends,
@@ -38,12 +35,15 @@ from parity.model.decode import (
     slot_acceptance,
     tau,
 )
-from parity.model.drafter import Drafter
-from parity.model.opening import open_trainer
-from parity.model.presets import preset
-from parity.model.states import Captured, StateSource, tokenizer_of
-from parity.model.target import Target
-from parity.model.trainer import Trainer
+from parity.model.dflash.drafter import Drafter
+from parity.model.recipe.presets import preset
+from parity.model.target.backends import isolate, parse
+from parity.model.target.load import Target
+from parity.model.tiny import corpus
+from parity.model.training.build import open_trainer
+from parity.model.training.data import Batch
+from parity.model.training.states import Captured, StateSource, tokenizer_of
+from parity.model.training.trainer import Trainer
 
 STEPS, TAU, MORE = 400, 4.0, 1.0
 """What issue B promises: optimizer steps, accepted length, and by how much the control stays behind."""

@@ -31,10 +31,10 @@ from typing import Any
 
 import torch
 
-from parity.model.backends import isolate, parse
-from parity.model.config import Training
-from parity.model.presets import preset
-from parity.model.trainer import Trainer
+from parity.model.recipe.config import Training
+from parity.model.recipe.presets import preset
+from parity.model.target.backends import isolate, parse
+from parity.model.training.trainer import Trainer
 
 WORST = 1.03
 AIMS = {"share": 0.01, "probed step": 1.5, "whole run": WORST, "peak memory": 1.05}
@@ -59,7 +59,7 @@ def training(every: int | None, rows: int = ROWS) -> Training:
 
 
 def opened(every: int | None, rows: int = ROWS) -> Trainer:
-    from parity.model.opening import open_trainer
+    from parity.model.training.build import open_trainer
 
     trainer = open_trainer(training(every, rows))
     for _ in range(3):  # an epoch computes the states, and a step more warms up
@@ -88,7 +88,7 @@ class Side:
 
 def measure(every: int, intervals: int, rows: int = ROWS) -> dict[str, Any]:
     """Times of the three runs, step by step in turn."""
-    from parity.watch import watch_training
+    from parity.watching.watch import watch_training
 
     sides = [Side(opened(None, rows)), Side(opened(None, rows)), Side(opened(every, rows))]
     plain, again, watched = sides
@@ -166,7 +166,7 @@ def alone(steps: int, rows: int, watched: bool) -> None:
     trainer = opened(3 if watched else None, rows)
     with Held() as held:
         if watched:
-            from parity.watch import watch_training
+            from parity.watching.watch import watch_training
 
             watch_training(trainer, None)
         trainer.run(stop_after=steps)

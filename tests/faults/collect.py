@@ -1,4 +1,4 @@
-"""All plants and healthy variants, from the files beside this one. Peers' are left out where they are not installed."""
+"""All plants and healthy variants, from the folders beside this file; peers' where they are installed."""
 
 import os
 from importlib import import_module
@@ -10,20 +10,21 @@ from tests.faults.wiring import Healthy, Plant
 HERE = Path(__file__).parent
 
 
-def _all(prefix: str, attribute: str) -> list[object]:
+def _all(folder: str, attribute: str) -> list[object]:
     found: list[object] = []
-    for file in sorted(HERE.glob(f"{prefix}_*.py")):
-        peer = next((name for name in ("speculators", "specforge") if name in file.stem), None)
+    for file in sorted((HERE / folder).rglob("*.py")):
+        peer = file.stem if file.parent.name == "peers" else None
         missing = peer is not None and find_spec(peer) is None
         if missing and os.environ.get("CI") != "true" and os.environ.get("PARITY_PEERS") != "1":
             continue  # `make peers` installs them; CI fails on the import below instead
-        found += getattr(import_module(f"tests.faults.{file.stem}"), attribute)
+        name = ".".join(file.relative_to(HERE).with_suffix("").parts)
+        found += getattr(import_module(f"tests.faults.{name}"), attribute)
     return found
 
 
 def plants() -> list[Plant]:
     """Every planted wiring fault."""
-    return [each for each in _all("plants", "PLANTS") if isinstance(each, Plant)]
+    return [each for each in _all("injected", "PLANTS") if isinstance(each, Plant)]
 
 
 def healthy() -> list[Healthy]:

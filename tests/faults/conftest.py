@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from parity.trace import Trace
-from tests.faults.trace_bench import Bench, embedded_bench, wide_bench
+from parity.tracing.trace import Trace
+from tests.faults.traces.bench import Bench, embedded_bench, wide_bench
 
 BENCHES = {"embedded": embedded_bench, "wide": wide_bench}
 

@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from parity.model.backends import isolate, parse
+from parity.model.target.backends import isolate, parse
 
 torch.set_num_threads(1)
 isolate(parse("torch"))  # before anything imports transformers, as in tests/conftest.py
@@ -28,7 +28,7 @@ isolate(parse("torch"))  # before anything imports transformers, as in tests/con
 from rich.console import Console
 from rich.progress import track
 
-from parity.probes.adapters.asking import Subject, ask
+from parity.probes.subject import Subject, ask
 from parity.reports.record import Finding
 from tests.faults import collect
 from tests.faults.wiring import Healthy, Plant

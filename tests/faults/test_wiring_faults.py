@@ -2,8 +2,8 @@
 
 import pytest
 
-from parity.probes.adapters.asking import Subject, ask
 from parity.probes.deviations import BY_NAME
+from parity.probes.subject import Subject, ask
 from tests.faults import collect
 from tests.faults.wiring import Healthy, Plant
 

@@ -1,6 +1,7 @@
 """What a planted wiring fault is, and a trainer to plant it in.
 
-A plant replaces a stage of the trainer's own path (`parity.model.step.Wiring`), its drafter, source, parts or data;
+A plant replaces a stage of the trainer's own path (`parity.model.dflash.step.Wiring`), its drafter, source,
+parts or data;
 never what an adapter answers.
 """
 
@@ -8,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parity.model.presets import preset
-from parity.model.step import Wiring
+from parity.model.dflash.step import Wiring
+from parity.model.recipe.presets import preset
 from parity.probes.adapters.base import Adapter
 from parity.probes.adapters.builtin import Builtin
 

@@ -5,22 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from parity import runner
-from parity.capture import capture_to
-from parity.compare_kernel import pair_stats
+from parity.capturing.client import capture_to
+from parity.commands import check
 from parity.environment import package_version
-from parity.model.backends import missing, parse
-from parity.model.drafter import AttentionKind, Drafter
-from parity.model.drafter_config import DrafterConfig, layer_rules
-from parity.model.mask import training_layout
-from parity.trace import Trace
+from parity.kernel.sums import pair_stats
+from parity.model.dflash.config import DrafterConfig, layer_rules
+from parity.model.dflash.drafter import AttentionKind, Drafter
+from parity.model.dflash.mask import training_layout
+from parity.model.target.backends import missing, parse
+from parity.tracing.trace import Trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 def test_check_against_fla_on_the_gpu(tmp_path: Path) -> None:
     """The check picks fla by itself, proves it on every linear layer, and fp32 agrees."""
-    report = runner.check(traces=tmp_path / "traces")
+    report = check.check(traces=tmp_path / "traces")
     outcomes = {finding.name: finding.outcome for finding in report.findings}
     assert outcomes["dispatch"] == outcomes["kernels.fp32.gate"] == outcomes["kernels.bf16.gate"] == "pass", (
         outcomes
@@ -34,7 +34,7 @@ def test_check_against_fla_on_the_gpu(tmp_path: Path) -> None:
 def test_causal_conv1d_is_proven(tmp_path: Path) -> None:
     if missing(parse("fast")) is not None:
         pytest.skip(f"causal-conv1d: {package_version('causal-conv1d')}")
-    from parity.model.tiny import embedded
+    from parity.model.tiny.embedded import embedded
 
     (tmp_path / "p.jsonl").write_text('{"token_ids": [5, 6, 7, 8, 9, 10, 11, 12]}')
     result = capture_to(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parity.trace import (
+from parity.tracing.trace import (
     SCHEMA,
     BackendProof,
     Manifest,

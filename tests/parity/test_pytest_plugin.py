@@ -12,7 +12,7 @@ import torch
 
 from parity.errors import ParityError
 from parity.pytest_plugin import assert_parity
-from parity.trace import Trace
+from parity.tracing.trace import Trace
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).resolve().parents[2]

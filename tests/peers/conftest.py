@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.model.anchors import blocks_at
-from parity.model.decode import Ends, Recorded
-from parity.model.drafter import Drafter, block_ids
-from parity.model.drafter_config import DrafterConfig, DraftVocab, RopeConfig, layer_rules
-from parity.model.export import Wiring, save_speculators, save_zlab
-from parity.model.loss import LossConfig, Uniform, objective
-from parity.model.mask import training_layout
-from parity.model.target import Target, TargetSpec, load
+from parity.model.dflash.anchors import blocks_at
+from parity.model.dflash.config import DrafterConfig, DraftVocab, RopeConfig, layer_rules
+from parity.model.dflash.decode import Ends, Recorded
+from parity.model.dflash.drafter import Drafter, block_ids
+from parity.model.dflash.export import Wiring, save_speculators, save_zlab
+from parity.model.dflash.mask import training_layout
+from parity.model.target.load import Target, TargetSpec, load
+from parity.model.training.loss import LossConfig, Uniform, objective
 
 BLOCK, WINDOW, MASK = 4, 6, 3
 LAYERS = (0, 2, 3)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from parity.model import corpus
-from parity.model.decode import DecodeConfig, Ends, decode, greedy, offline_tau, tau
-from parity.model.drafter import Drafter
-from parity.model.export import Wiring, save_zlab
-from parity.model.target import TargetSpec, load
-from parity.model.tiny import embedded, tokenizer
+from parity.model.dflash.decode import DecodeConfig, Ends, decode, greedy, offline_tau, tau
+from parity.model.dflash.drafter import Drafter
+from parity.model.dflash.export import Wiring, save_zlab
+from parity.model.target.load import TargetSpec, load
+from parity.model.tiny import corpus
+from parity.model.tiny.embedded import embedded, tokenizer
 
 if TYPE_CHECKING:
     from tests.peers.conftest import Bench

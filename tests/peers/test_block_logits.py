@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.model import mask
-from parity.model.drafter_config import DraftVocab, RopeConfig
-from parity.model.export import load_checkpoint
-from parity.model.mask import CONTEXT, PADDING, Rule, Tokens
+from parity.model.dflash import mask
+from parity.model.dflash.config import DraftVocab, RopeConfig
+from parity.model.dflash.export import load_checkpoint
+from parity.model.dflash.mask import CONTEXT, PADDING, Rule, Tokens
 
 if TYPE_CHECKING:
     from tests.peers.conftest import Bench

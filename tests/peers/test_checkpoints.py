@@ -6,12 +6,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from parity.model.anchors import blocks_at
-from parity.model.drafter import Drafter, block_ids
-from parity.model.drafter_config import DraftVocab
-from parity.model.export import load_checkpoint, save_zlab
-from parity.model.loss import Dpace, ExpDecay, LossConfig, Teacher, Weights, objective, teacher_labels
-from parity.model.mask import training_layout
+from parity.model.dflash.anchors import blocks_at
+from parity.model.dflash.config import DraftVocab
+from parity.model.dflash.drafter import Drafter, block_ids
+from parity.model.dflash.export import load_checkpoint, save_zlab
+from parity.model.dflash.mask import training_layout
+from parity.model.training.loss import (
+    Dpace,
+    ExpDecay,
+    LossConfig,
+    Teacher,
+    Weights,
+    objective,
+    teacher_labels,
+)
 
 if TYPE_CHECKING:
     from tests.peers.conftest import Bench

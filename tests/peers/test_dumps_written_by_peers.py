@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.capture import capture_to
-from parity.compare import compare_traces
-from parity.dumps import open_pair
-from parity.dumps_map import Mapping
+from parity.capturing.client import capture_to
+from parity.comparison.traces import compare_traces
+from parity.dumps.mapping import Mapping
+from parity.dumps.pair import open_pair
 
 Import = Callable[[str], Any]
 INDICES = (1, 2, 3)

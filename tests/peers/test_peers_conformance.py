@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from parity.model.presets import preset
-from parity.wiring import Asked, ask_trainer
+from parity.model.recipe.presets import preset
+from parity.probes.ask import Asked, ask_trainer
 
 SPECULATORS: dict[str, Any] = {
     "recipe.teacher.norm": "pre",

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from parity import environment_diff
+from parity.gating import environment
 from parity.reports import from_steps
 from parity.reports.record import (
     Chart,
@@ -186,11 +186,11 @@ def machines() -> tuple[Finding, Table]:
     here |= {"cpu": "AMD EPYC", "torch threads": "8", "python": "3.11.7"}
     there = here | {"flash-linear-attention": "absent", "cuda:0": "NVIDIA L40S", "$OMP_NUM_THREADS": "1"}
     a, b = (
-        environment_diff.Side(label=label, pairs=pairs, devices=True)
+        environment.Side(label=label, pairs=pairs, devices=True)
         for label, pairs in (("training machine", here), ("evaluation machine", there))
     )
-    found = environment_diff.differences(a, b)
-    return environment_diff.finding_of(a, b, found), environment_diff.table_of(a, b, found)
+    found = environment.differences(a, b)
+    return environment.finding_of(a, b, found), environment.table_of(a, b, found)
 
 
 def compare_page(seed: int = 0) -> Report:

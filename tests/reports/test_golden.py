@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parity.gate import gate
+from parity.gating.gate import gate
 from parity.policy import Policy
 from parity.reports import to_annotations, to_markdown
 from parity.reports.record import Column, Finding, Report, Suspicion, Table

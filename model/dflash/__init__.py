@@ -1,0 +1,1 @@
+"""The DFlash drafter: configuration, network, masks, training step, drafting, checkpoint layouts."""

@@ -1,0 +1,1 @@
+"""The training config: its keys, its checks, its presets."""

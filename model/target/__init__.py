@@ -1,0 +1,1 @@
+"""The target model (verifier): loading, backends, capture of its hidden states, prompts."""

@@ -1,0 +1,1 @@
+"""Training a drafter: data, states, loss, optimizer loop, checkpoints, ranks."""

@@ -1,0 +1,259 @@
+"""`parity train`: a drafter by a training file, as a report of what came out.
+
+    trained = train("recipe.yaml", out="run")       # or train(out="run"): the `tiny` preset
+    trained.report, trained.checkpoint, trained.interrupted
+
+The same call on the same folder goes on where the run stopped, after a signal and after kill -9 alike. Runs under
+torchrun: every rank calls it, the first one writes and speaks.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parity.environment import environment
+from parity.errors import ParityError
+from parity.reports.record import Chart, Column, Finding, Report, Table, Value
+
+if TYPE_CHECKING:
+    from parity.model.recipe.config import Training
+    from parity.model.training.trainer import Observer, Trainer
+    from parity.watching.sinks import Sink
+
+Show = Callable[[Mapping[str, Any]], None]
+Watch = Callable[["Trainer"], AbstractContextManager[Show]]
+MOST_POINTS = 400
+"""Rows of the loss table: as many as a chart can show; longer runs are thinned evenly, their log has all steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What a call of `train` did."""
+
+    report: Report
+    """Of kind `train`, over the whole run, earlier calls included."""
+    checkpoint: Path
+    """The newest one."""
+    best: Path | None
+    """The one with the lowest validation loss."""
+    step: int
+    total: int
+    interrupted: bool
+    """A signal asked to stop; the same call goes on."""
+    stopped: bool
+    """The watch did, at a finding that failed (`run.watch.on_fail: stop`)."""
+    first: bool
+    """Whether this process is the one that writes and speaks."""
+
+
+def train(
+    recipe: "str | Path | Training | None" = None,
+    *,
+    out: str | Path = "parity-train",
+    preset: str = "tiny",
+    steps: int | None = None,
+    stop_after: int | None = None,
+    resume: bool = True,
+    observers: Sequence["Observer"] = (),
+    say: Callable[[str], None] = lambda line: None,
+    watch: Watch = lambda trainer: nullcontext(lambda record: None),
+    sinks: Sequence["Sink"] = (),
+    command: str = "parity.train",
+) -> Trained:
+    """Train to the end of the schedule, to step `stop_after`, or until a signal; goes on with the run in `out`.
+
+    recipe: a training file, or what `parity.model.recipe.config.load` gives; None takes `preset`. steps: instead of the
+    file's. resume: False refuses a folder that holds checkpoints. say: hears one line about what begins, and what takes
+    long before it. watch: opened around the training on the first rank; its value hears every line of the log. sinks:
+    hear the step reports of `run.watch`. Raises ParityError for what the user can put right.
+    """
+    from parity.model.training import checkpoint, distributed
+    from parity.model.training.build import open_trainer
+
+    began, folder = time.monotonic(), Path(out)
+    training = read_training(recipe, preset, steps)
+    if not resume and any((folder / "checkpoints").glob("step-*")):
+        do = "choose another --out, or --resume"
+        raise ParityError(f"a new run in {folder}", "checkpoints of another", do)
+    try:
+        trainer = open_trainer(training, out=folder, observers=observers, say=say)
+        first, source = trainer.ranks.first, str(recipe) if isinstance(recipe, str | Path) else None
+        watched = None
+        try:
+            if training.run.watch is not None:  # what watches loads every probe
+                from parity.watching.watch import watch_training
+
+                watched = watch_training(trainer, folder, sinks)
+            if first:
+                say(begins(trainer, source or (f"preset {preset}" if recipe is None else "a training")))
+            with watch(trainer) if first else nullcontext(lambda record: None) as show:
+                outcome = trainer.run(stop_after=stop_after, show=show)
+        finally:
+            if watched is not None:
+                watched.close()
+            trainer.close()
+        distributed.leave(together=True)
+    finally:
+        distributed.leave()
+    best = checkpoint.best_of(folder)
+    stopped = watched is not None and watched.stopped
+    report = _report(trainer, folder, outcome.interrupted, command, time.monotonic() - began)
+    return Trained(
+        report=report if watched is None else watched.joined_to(report),
+        checkpoint=checkpoint.find(folder),
+        best=best[0] if best else None,
+        step=outcome.step,
+        total=trainer.total,
+        interrupted=outcome.interrupted and not stopped,
+        stopped=stopped,
+        first=first,
+    )
+
+
+def read_training(recipe: "str | Path | Training | None", preset: str, steps: int | None) -> "Training":
+    """The training file, or the preset where there is none, with `steps` put in."""
+    from parity.model.recipe.config import Training, load
+    from parity.model.recipe.presets import preset as preset_of
+
+    if isinstance(recipe, Training):
+        training = recipe
+    else:
+        training = preset_of(preset) if recipe is None else load(recipe)
+    if steps is not None:
+        training = training.changed({"run.schedule.steps": steps, "run.schedule.epochs": None})
+    return training
+
+
+def begins(trainer: "Trainer", source: str) -> str:
+    """One line that says what is about to be trained."""
+    parameters = sum(p.numel() for p in trainer.parameters.values())
+    done, total = trainer.step_number, trainer.total
+    start = f", going on at step {done}" if done else ""
+    if done >= total:
+        return f"{source}: all {total:,} steps are done already"
+    return (
+        f"training {source}: {parameters:,} parameters, {total:,} steps,"
+        f" {len(trainer.feed.documents):,} documents{start}"
+    )
+
+
+# --- the report ---------------------------------------------------------------------------------------
+
+
+def _report(trainer: "Trainer", folder: Path, interrupted: bool, command: str, seconds: float) -> Report:
+    log = _read_log(folder / "log.jsonl")
+    steps = [line for line in log if line["event"] == "step"]
+    checks = [line for line in log if line["event"] == "validation"]
+    recipe, run = trainer.training.recipe, trainer.training.run
+    subject: tuple[tuple[str, Value], ...] = (
+        ("out", str(folder)),
+        ("recipe", recipe.hash),
+        ("target", recipe.target.model),
+        ("documents", len(trainer.feed.documents)),
+        ("parameters", sum(p.numel() for p in trainer.parameters.values())),
+        ("ranks", trainer.ranks.world),
+        ("seed", run.seed),
+        ("training time", f"{trainer.seconds:,.1f} s"),
+    )
+    return Report(
+        kind="train",
+        title=f"step {trainer.step_number:,} of {trainer.total:,}",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command,
+        subject=subject,
+        findings=(_schedule(trainer, interrupted, steps), _validation(checks)),
+        tables=tuple(table for table in (_validations(checks), _losses(steps)) if table.rows),
+        environment=tuple(environment().items()),
+        seconds=seconds,
+    )
+
+
+def _read_log(file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _schedule(trainer: "Trainer", interrupted: bool, steps: Sequence[Mapping[str, Any]]) -> Finding:
+    done, total = trainer.step_number, trainer.total
+    said = ""
+    if steps:
+        first, last = steps[0], steps[-1]
+        said = f"; loss {first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at {last['step']}"
+    if done >= total:
+        sentence = f"the schedule's {total:,} steps are done{said}"
+        return Finding(name="train.schedule", outcome="pass", sentence=sentence)
+    return Finding(
+        name="train.schedule",
+        outcome="warn",
+        sentence=f"{done:,} of {total:,} steps are done{said}",
+        evidence=(("interrupted", interrupted),),
+        next_step="run the same command again to go on",
+    )
+
+
+def _validation(checks: Sequence[Mapping[str, Any]]) -> Finding:
+    if len(checks) < 2:
+        return Finding(
+            name="train.validation",
+            outcome="skipped",
+            sentence=f"{len(checks)} validations: no two to compare",
+            next_step="lower run.save.validate_every, or train longer",
+        )
+    first, last = checks[0]["loss"], checks[-1]["loss"]
+    sentence = f"validation loss {first:.4f} at step {checks[0]['step']}, {last:.4f} at {checks[-1]['step']}"
+    if last < first:
+        return Finding(name="train.validation", outcome="pass", sentence=sentence)
+    return Finding(
+        name="train.validation",
+        outcome="warn",
+        sentence=f"{sentence}: it did not fall",
+        evidence=(("first", first), ("last", last)),
+        next_step="parity check RECIPE asks what the training really does",
+        tables=("train.validation",),
+    )
+
+
+def _validations(checks: Sequence[Mapping[str, Any]]) -> Table:
+    measured = any("tau" in check for check in checks)
+    return Table(
+        name="train.validation",
+        title="Validation",
+        columns=(
+            Column(key="step", title="step", kind="int"),
+            Column(key="loss", title="loss", kind="float"),
+            Column(key="accuracy", title="accuracy", unit="share of slots", kind="float"),
+            Column(key="accepted", title="accepted", unit="tokens a block", kind="float"),
+            *([Column(key="tau", title="tau", kind="float")] if measured else []),
+        ),
+        rows=tuple(
+            (c["step"], c["loss"], c["accuracy"], c["accepted"], *([c.get("tau")] if measured else []))
+            for c in checks
+        ),
+        caption="accepted: in training's own blocks, a label of the recipe counting as right"
+        + ("; tau: against the target's own text" if measured else ""),
+        chart=Chart(kind="timeline", x="step", y="loss", caption="validation loss"),
+    )
+
+
+def _losses(steps: Sequence[Mapping[str, Any]]) -> Table:
+    every = -(-len(steps) // MOST_POINTS) or 1
+    kept = [line for number, line in enumerate(steps, 1) if number % every == 0 or number == len(steps)]
+    keys = ("step", "loss", "accuracy", "gradient_norm", "lr", "tokens_per_second")
+    titles = ("step", "loss", "accuracy", "gradient norm", "learning rate", "tokens/s")
+    return Table(
+        name="train.steps",
+        title="Steps",
+        columns=tuple(
+            Column(key=key, title=title, kind="int" if key == "step" else "float")
+            for key, title in zip(keys, titles, strict=True)
+        ),
+        rows=tuple(tuple(line[key] for key in keys) for line in kept),
+        chart=Chart(kind="timeline", x="step", y="loss", caption="training loss"),
+        detail=True,
+    )

@@ -1,0 +1,1 @@
+"""Comparing two traces: pairing requests and rows, errors of every token, tolerances, records."""

@@ -1,0 +1,1 @@
+"""Naming the fault of a pair of traces that failed a comparison."""

@@ -1,0 +1,1 @@
+"""Reading hidden states that other programs dumped, as traces."""

@@ -1,0 +1,304 @@
+"""Dumps of other tools as traces: opened by content, paired with a reference, named by what is found in them.
+
+    pair = open_pair(Path("hidden_states"), Path("reference-trace"))
+    pair.a.format, pair.a.trace.taps                      # `speculators`, (`layer.1.out`, ..., `final.prenorm`)
+    compare_traces(pair.a.trace, pair.b.trace, taps=pair.taps)
+
+A `Dump` is a `Trace` whose tensors lie in another tool's files, so everything that reads traces reads dumps. What
+a dump does not say (target, weights, backend) its manifest does not claim: see `parity.tracing.trace.NOT_STATED`.
+"""
+
+import json
+from collections.abc import Mapping as Names
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from parity.comparison.sketch import open_trace
+from parity.dumps.files import LIMITS, Limits
+from parity.dumps.identify import LAST, Identification, Match, identify, layer_of
+from parity.dumps.mapping import Align, Format, Mapping, SideMap
+from parity.dumps.trace import Dump as Dump
+from parity.dumps.trace import dump_of, state_width, unsplit
+from parity.errors import NothingComparable, ParityError
+from parity.tracing.trace import MANIFEST, PARTIAL, SCHEMA, SKETCH_SCHEMA, RequestEntry, Trace
+
+Letter = Literal["a", "b"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One side of a comparison, and how it was read."""
+
+    letter: Letter
+    trace: Trace
+    format: Format | Literal["trace"]
+    notes: tuple[str, ...] = ()
+    found: Identification | None = None
+    """What its slices were found to be, where it was held against the other side."""
+    held: tuple[str, ...] = ()
+    """Taps of the side that it was held against."""
+    against_dump: bool = False
+    """Whether that side is a dump, too: then order is all that was declared."""
+    promises: Names[str, str] = field(default_factory=dict)
+    """Slice to who declared it: the mapping, the format's contract, a flag."""
+
+    @property
+    def foreign(self) -> bool:
+        """Whether another tool wrote it."""
+        return self.format != "trace"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Two sides that can be compared."""
+
+    a: Side
+    b: Side
+    taps: tuple[str, ...] | None
+    """What to compare: a dump of a few layers against a whole trace asks for those layers only."""
+    by_order: bool = False
+    """Whether rows were paired by their order, because a side has no token ids."""
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """Both."""
+        return self.a, self.b
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a path is (or was to be) a trace of ours: by its manifest, not by its name."""
+    if not path.exists() or path.with_name(path.name + PARTIAL).is_dir():
+        return True  # the trace reader says best what is missing
+    if path.is_dir() and not any(path.iterdir()):
+        return True
+    manifest = path / MANIFEST
+    if not path.is_dir() or not manifest.is_file():
+        return False
+    try:
+        data = json.loads(manifest.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return any(path.glob("request-*.safetensors"))
+    ours = (SCHEMA.partition("/")[0], SKETCH_SCHEMA.partition("/")[0])
+    return isinstance(data, dict) and str(data.get("schema")).startswith(ours)
+
+
+def open_pair(
+    a: Path | Trace,
+    b: Path | Trace,
+    mapping: Mapping | None = None,
+    *,
+    align: Align | None = None,
+    limits: Limits = LIMITS,
+) -> Pair:
+    """Open two paths, each a trace or a dump of any known format, and give their taps common names. What was opened
+    before is taken as it is.
+
+    A dump's slices are found in the other side (`dumps_identify`); names that were declared are kept only where they
+    hold. Raises ParityError for what cannot be read and for a slice that nothing declares and nothing matches,
+    NothingComparable where token ids are missing and `align` is not `order`.
+    """
+    mapping = mapping or Mapping()
+    parts = {"a": mapping.a, "b": mapping.b}
+    opened: dict[str, Trace] = {}
+    for letter, given in (("a", a), ("b", b)):
+        if isinstance(given, Trace) or is_trace(given):
+            opened[letter] = _trace(given, letter, parts[letter])
+    for letter, given in (("b", b), ("a", a)):
+        if letter not in opened and isinstance(given, Path):
+            other = opened.get("b" if letter == "a" else "a")
+            opened[letter] = dump_of(given, parts[letter], state_width(other), limits)
+    read = opened["b"]
+    if (
+        isinstance(b, Path) and isinstance(read, Dump) and unsplit(read)
+    ):  # side a may know the width of a layer
+        opened["b"] = dump_of(b, parts["b"], state_width(opened["a"]), limits)
+    first, second, by_order = _with_tokens(opened["a"], opened["b"], align or mapping.align)
+    return _named(first, second, mapping, by_order)
+
+
+def _trace(given: Path | Trace, letter: str, part: SideMap) -> Trace:
+    if part != SideMap():
+        path = given.path if isinstance(given, Trace) else given
+        raise ParityError(
+            f"a mapping for side {letter}",
+            f"{path}, a trace, which says itself what it holds",
+            f"remove `{letter}:` from the mapping",
+        )
+    return given if isinstance(given, Trace) else open_trace(given)
+
+
+def _with_tokens(a: Trace, b: Trace, align: Align) -> tuple[Trace, Trace, bool]:
+    """Both sides with token ids: a side without them gets the other's, in order, where that was asked for.
+
+    Raises NothingComparable where it was not, and where the requests' numbers or lengths differ.
+    """
+    lacking = [side for side in (a, b) if isinstance(side, Dump) and not side.contents.has_token_ids]
+    if not lacking:
+        return a, b, False
+    if align != "order":
+        raise NothingComparable(
+            f"token ids in {lacking[0].path}",
+            "states without token ids, so nobody can say which rows belong together",
+            "name them in --map (token_ids:), or say --align order if both sides hold the same tokens in one order",
+        )
+    left, right = ([entry.rows for entry in side.requests] for side in (a, b))
+    if left != right:
+        at = next(
+            (i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y),
+            min(len(left), len(right)),
+        )
+        found = (
+            f"{len(left)} and {len(right)} requests"
+            if len(left) != len(right)
+            else (f"{left[at]} and {right[at]} rows in request {at}")
+        )
+        raise NothingComparable(
+            f"rows of {a.path} and {b.path} paired by order", found, "dump both sides from the same prompts"
+        )
+    if a in lacking and b in lacking:  # neither side says: positions stand in for tokens
+        b = _with_ids(
+            b, [entry.model_copy(update={"token_ids": tuple(range(entry.rows))}) for entry in b.requests]
+        )
+    if a in lacking:
+        return _with_ids(a, b.requests), b, True
+    return a, _with_ids(b, a.requests), True
+
+
+def _with_ids(side: Trace, given: Sequence[RequestEntry]) -> Dump:
+    """A dump whose requests are called and tokenised like these, one by one."""
+    assert isinstance(side, Dump), "only dumps lack token ids"
+    taken = ("id", "token_ids", "token_texts")
+    return side.with_requests(
+        [
+            mine.model_copy(update={name: getattr(theirs, name) for name in taken})
+            for mine, theirs in zip(side.requests, given, strict=True)
+        ]
+    )
+
+
+def _named(a: Trace, b: Trace, mapping: Mapping, by_order: bool) -> Pair:
+    """Find each dump's slices in the other side, and give both sides the found names."""
+    declared = {"a": _declared(a, mapping.a), "b": _declared(b, mapping.b)}
+    found: dict[Letter, Identification] = {}
+    if isinstance(b, Dump):
+        if isinstance(a, Dump):
+            b = b.renamed(declared["b"][0])  # nothing to hold it against: what is declared has to serve
+        else:
+            b, found["b"] = _found("b", b, a, *declared["b"])
+    if isinstance(a, Dump):
+        names, _ = declared["a"]
+        if isinstance(b, Dump):
+            names = _expected(a, b, names)
+        a, found["a"] = _found("a", a, b, names, declared["a"][1])
+    one = _side("a", a, b, found.get("a"), declared["a"][1])
+    two = _side("b", b, a, found.get("b"), declared["b"][1])
+    foreign = [side for side in (one, two) if side.foreign]
+    taps = foreign[0].trace.taps if len(foreign) == 1 else None
+    return Pair(a=one, b=two, taps=taps, by_order=by_order)
+
+
+def _side(
+    letter: Letter, trace: Trace, other: Trace, found: Identification | None, promises: Names[str, str]
+) -> Side:
+    """One side with how it was read."""
+    dump = trace.contents if isinstance(trace, Dump) else None
+    return Side(
+        letter=letter,
+        trace=trace,
+        format=dump.format if dump is not None else "trace",
+        notes=dump.notes if dump is not None else (),
+        found=found,
+        held=other.taps,
+        against_dump=isinstance(other, Dump),
+        promises=promises,
+    )
+
+
+Declared = tuple[dict[str, str], dict[str, str]]
+
+
+def _declared(side: Trace, part: SideMap) -> Declared:
+    """What each tap of a dump is said to be, and by whom: the mapping, the format, the name itself."""
+    if not isinstance(side, Dump):
+        return {}, {}
+    names: dict[str, str] = {}
+    promises: dict[str, str] = {}
+    for tap in side.taps:
+        if layer_of(tap) is not None or tap in LAST:
+            names[tap], promises[tap] = tap, "the mapping" if part.taps else "its name"
+    pieces = {piece.name: piece for piece in side.contents.pieces}
+    for tap, sources in side.sources.items():
+        norm = pieces[sources[0]].norm
+        if norm is not None and tap not in names:
+            names[tap], promises[tap] = f"final.{norm}norm", pieces[sources[0]].promise
+    if part.layers is not None:
+        rest = [tap for tap in side.taps if tap not in names]
+        given = part.declared_layers()
+        if len(given) == len(side.taps) and len(rest) < len(given):
+            rest = list(side.taps)  # the last state was counted, too
+        if len(given) != len(rest):
+            raise ParityError(
+                f"{len(given)} layers for the slices of {side.path}",
+                f"{len(rest)} slices: {', '.join(rest) or 'none'}",
+                "give one id for each slice, in their order, the last state left out or counted",
+            )
+        for tap, layer in zip(rest, given, strict=True):
+            if names.get(tap) not in LAST:
+                names[tap], promises[tap] = layer, "the mapping"
+    return names, promises
+
+
+def _expected(a: Dump, b: Dump, names: dict[str, str]) -> dict[str, str]:
+    """What two dumps without a reference owe each other: the same name, or else the same place in the order."""
+    expected = {tap: name for tap, name in names.items() if name in b.taps}
+    expected |= {tap: tap for tap in a.taps if tap in b.taps and tap not in names}
+    left = [tap for tap in a.taps if tap not in expected and tap not in names]
+    right = [tap for tap in b.taps if tap not in expected.values() and tap not in LAST]
+    if len(left) == len(right):
+        expected |= dict(zip(left, right, strict=True))
+    return names | expected
+
+
+def _found(
+    letter: Letter, dump: Dump, reference: Trace, names: Names[str, str], promises: Names[str, str]
+) -> tuple[Dump, Identification]:
+    """The dump under the names that were found, and how."""
+    last = [tap for tap, name in names.items() if name in LAST]
+    found = identify(dump, reference, side=letter, declared=names, last=last)
+    for match in found.matches:
+        if match.found is None and match.declared is None and not isinstance(reference, Dump):
+            raise _not_found(dump, match, reference)
+    told = {"the mapping", "its name"} & set(promises.values())  # what only a format promises is no name
+    if not told and not isinstance(reference, Dump) and all(match.found is None for match in found.matches):
+        raise _not_found(dump, found.matches[0], reference)
+    chosen: dict[str, str] = {}
+    for match in sorted(
+        found.matches, key=lambda match: not match.as_declared
+    ):  # who keeps a name twice claimed
+        name = match.found or match.declared
+        if name is not None and name not in chosen.values():
+            chosen[match.slice] = name
+    if isinstance(reference, Dump):
+        return dump.renamed(chosen), found
+    texts = {entry.token_ids: entry.token_texts for entry in reference.requests}
+    shown = [
+        entry.model_copy(update={"token_texts": texts.get(entry.token_ids, ())}) for entry in dump.requests
+    ]
+    return dump.renamed(chosen, reference.manifest).with_requests(shown), found
+
+
+def _not_found(dump: Dump, match: Match, reference: Trace) -> ParityError:
+    """Why nobody can say which layer a slice is."""
+    numbers = (
+        f"nearest is {match.nearest} at {match.distance:.2g}" if match.nearest else "no tap of its width"
+    )
+    if match.how == "ambiguous":
+        numbers += f", then {match.other} at {match.other_distance:.2g}: too close to tell them apart"
+    return ParityError(
+        f"the layer of {match.slice} in {dump.path}, found in {reference.path}",
+        f"{numbers}{'; ' + match.hint if match.hint else ''}",
+        "dump the tokens, layers and weights that the reference holds, or declare layers in --map to compare "
+        "all the same",
+    )

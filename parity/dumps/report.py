@@ -1,0 +1,418 @@
+"""What reading other tools' dumps adds to a comparison's report: which format was read, which layers were found.
+
+    report = with_sources(report_of(comparison, command), pair)
+
+Findings `NAME.layers.SIDE` and `NAME.norm.SIDE` say what a dump's slices are; `NAME.tokens` says that rows were
+paired by order. What a dump cannot answer (backend, weights) becomes `skipped`, with the reason.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from parity.dumps.identify import LAST, NEAR, Identification, Match, layer_of
+from parity.dumps.pair import Pair, Side
+from parity.reports.record import Column, Finding, Report, Suspicion, Table, Value
+from parity.tracing.trace import NOT_STATED
+
+LISTED = 6
+FOREIGN = "capture that side with `parity capture` where you need the proof"
+
+
+def with_sources(report: Report, pair: Pair, *, name: str = "compare") -> Report:
+    """The report of a comparison of these two sides, with what reading them found. Traces add nothing."""
+    foreign = [side for side in pair.sides if side.foreign]
+    if not foreign:
+        return report
+    findings = [_restated(finding, foreign, name) for finding in report.findings]
+    added = [finding for side in foreign for finding in _findings(side, name)]
+    if pair.by_order:
+        added.insert(0, _order(foreign, name))
+    suspicions = tuple(
+        _told(suspicion, foreign) if pair.by_order else suspicion for suspicion in report.suspicions
+    )
+    tables = tuple(_table(side, name) for side in foreign if side.found is not None)
+    return replace(
+        report,
+        title=" against ".join(_called(side) for side in pair.sides),
+        subject=_subject(report.subject, pair),
+        findings=(*added, *findings),
+        suspicions=(*suspicions, *(_suspicion(side, name) for side in foreign if side.found is not None)),
+        tables=(*tables, *report.tables),
+        notes=(*report.notes, *_notes(foreign)),
+    )
+
+
+def source_problems(pair: Pair, *, name: str = "compare") -> tuple[str, ...]:
+    """What the slices of a pair's dumps were taken for and are not, in words."""
+    findings = [finding for side in pair.sides if side.foreign for finding in _findings(side, name)]
+    return tuple(finding.sentence for finding in findings if finding.outcome == "fail")
+
+
+def _called(side: Side) -> str:
+    """A side in two words."""
+    return f"{side.format} dump" if side.foreign else "trace"
+
+
+def _subject(subject: Sequence[tuple[str, Value]], pair: Pair) -> tuple[tuple[str, Value], ...]:
+    """The subject with each side's format beside its path."""
+    labels = {"a (candidate)": pair.a, "b (reference)": pair.b}
+    known = [side for side in pair.sides if not side.foreign]
+    target = f"{known[0].trace.manifest.target.name} (says side {known[0].letter})" if known else NOT_STATED
+    restated: dict[str, Value] = {"target": target}
+    return tuple(
+        (key, f"{value} ({_called(labels[key])})" if key in labels else restated.get(key, value))
+        for key, value in subject
+    )
+
+
+def _notes(foreign: Sequence[Side]) -> tuple[str, ...]:
+    """What was left out, and by what depth layers without names were judged."""
+    notes = [f"side {side.letter}: {note}" for side in foreign for note in side.notes]
+    if any(layer_of(tap) is None and tap not in LAST for side in foreign for tap in side.trace.taps):
+        notes.append(
+            "a slice without a layer is judged as one of the first layers, whose rounding is the smallest; "
+            "declare layers in --map, or give --floor or --policy"
+        )
+    return tuple(notes)
+
+
+def _restated(finding: Finding, foreign: Sequence[Side], name: str) -> Finding:
+    """A finding that takes a manifest's word, where a dump gave none."""
+    who = " and ".join(f"side {side.letter} ({_called(side)})" for side in foreign)
+    says = "say" if len(foreign) > 1 else "says"
+    if finding.name == f"{name}.proof" and finding.outcome != "fail":
+        sentence = f"{who} {says} nothing about the backend that ran"
+    elif finding.name == f"{name}.identity":
+        sentence = f"{who} {says} nothing about configuration and weights"
+    else:
+        return finding
+    return Finding(name=finding.name, outcome="skipped", sentence=sentence, next_step=FOREIGN)
+
+
+def _order(foreign: Sequence[Side], name: str) -> Finding:
+    """Rows were paired by order, as asked."""
+    lacking = [
+        side.letter for side in foreign if side.trace.manifest.backend.requested["delta"] == NOT_STATED
+    ]
+    return Finding(
+        name=f"{name}.tokens",
+        outcome="warn",
+        sentence="no token ids on one side: requests and rows were paired by their order, as asked",
+        evidence=(("sides read from dumps", ", ".join(lacking)),),
+        next_step="name the token ids in --map (token_ids:) to have the pairing checked",
+    )
+
+
+def _told(suspicion: Suspicion, foreign: Sequence[Side]) -> Suspicion:
+    """Equal tokens were assumed, not seen."""
+    if suspicion.name != "the two runs were fed other tokens":
+        return suspicion
+    return replace(
+        suspicion, verdict="not tested", because="rows were paired by order: no token ids on one side"
+    )
+
+
+def _findings(side: Side, name: str) -> list[Finding]:
+    """What a side's slices are, and what its last state is."""
+    if side.found is None:
+        return [
+            Finding(
+                name=f"{name}.layers.{side.letter}",
+                outcome="skipped",
+                sentence=f"the layers of side {side.letter} ({_called(side)}) are as declared: the other side "
+                "is a dump, too, and names none",
+                next_step="compare with a trace of `parity capture` to have layers and norm state found",
+            )
+        ]
+    findings = [_layers(side, side.found, name)]
+    last = [match for match in side.found.matches if match.declared in LAST or match.found in LAST]
+    return findings + [_norm(side, match, name) for match in last[:1]]
+
+
+def _evidence(found: Identification) -> tuple[tuple[str, Value], ...]:
+    """Numbers behind a match of slices."""
+    return (
+        ("slices", len(found.matches)),
+        ("found", sum(match.found is not None for match in found.matches)),
+        ("tokens compared", found.rows),
+        ("largest distance", max(match.distance for match in found.matches)),
+        ("smallest distance to another tap", min(match.other_distance for match in found.matches)),
+        ("a match is below", NEAR),
+    )
+
+
+def _layers(side: Side, found: Identification, name: str) -> Finding:
+    """Is each slice the layer it was said to be?"""
+    where = f"side {side.letter} ({_called(side)})"
+    matches = [match for match in found.matches if match.declared not in LAST]
+    wrong = [match for match in matches if match.found is not None and not match.as_declared]
+    lost = [match for match in matches if match.found is None and match.declared in side.held]
+    elsewhere = [match for match in matches if match.found is None and match not in lost]
+    twice = _twice(matches)
+    evidence, table = _evidence(found), (f"{name}.slices.{side.letter}",)
+    full = f"{name}.layers.{side.letter}"
+    if wrong or twice:
+        sentence, step = _wrong(found, wrong, twice, where)
+        return Finding(
+            name=full,
+            outcome="fail",
+            fault="LAYERIDX",
+            sentence=sentence,
+            next_step=step,
+            evidence=evidence + (("shift of all ids", found.shift),),
+            tables=table,
+        )
+    if lost:
+        first = lost[0]
+        near = (
+            f"nearest is {first.nearest} at {first.distance:.2g}" if first.nearest else "no tap of its width"
+        )
+        return Finding(
+            name=full,
+            outcome="fail",
+            sentence=f"{where}: {_count(len(lost), 'slice')} found in no layer, first {first.slice}"
+            f"{' declared ' + first.declared if first.declared else ''}: {near}"
+            f"{'; ' + first.hint if first.hint else ''}",
+            next_step="dump the same tokens and weights again, or capture a reference that holds that layer",
+            evidence=evidence,
+            tables=table,
+        )
+    taps = [match.found for match in matches if match.found is not None]
+    numbers = [layer_of(tap) for tap in taps]
+    ascending = numbers == sorted(numbers, key=lambda number: -2 if number is None else number)
+    said = "as declared" if any(match.declared for match in matches) else "which nobody declared"
+    said = "in the same order" if side.against_dump else said
+    sentence = f"{where}: {_count(len(taps), 'slice')} found as {_few(taps)}, {said}; the worst is "
+    sentence += f"{max((m.distance for m in matches if m.found), default=0.0):.2g} away, the next tap "
+    sentence += f"{min((m.other_distance for m in matches if m.found), default=0.0):.2g}"
+    if elsewhere:
+        sentence += f"; {_few([match.slice for match in elsewhere])} not held by the other side"
+    if not taps:
+        return Finding(
+            name=full,
+            outcome="skipped",
+            sentence=f"{where}: the other side holds none of {_few([match.slice for match in elsewhere])}",
+            next_step="compare with a reference that holds these layers",
+        )
+    if not ascending and said == "which nobody declared":
+        return Finding(
+            name=full,
+            outcome="warn",
+            sentence=sentence + "; they do not ascend",
+            next_step="declare layers in --map, in the order in which fc takes them",
+            evidence=evidence,
+            tables=table,
+        )
+    return Finding(name=full, outcome="pass", sentence=sentence, evidence=evidence, tables=table)
+
+
+def _wrong(
+    found: Identification, wrong: Sequence[Match], twice: Sequence[str], where: str
+) -> tuple[str, str]:
+    """Sentence and next step for layers that are not what they were said to be."""
+    shift = found.shift
+    if wrong and shift:
+        first = wrong[0]
+        right = ", ".join(str(layer_of(m.found)) for m in found.matches if layer_of(m.found) is not None)
+        convention = {
+            -1: ", as where indices of hidden_states (layer + 1) are taken for layers",
+            1: ", as where layers are taken for indices of hidden_states (layer + 1)",
+        }.get(shift, "")
+        way = f"{_count(abs(shift), 'layer')} {'later' if shift > 0 else 'earlier'} than declared"
+        far = (
+            f", {first.declared} {first.declared_distance:.2g}" if first.declared_distance is not None else ""
+        )
+        return (
+            f"{where}: every slice is {way}{convention}; {first.slice} is {first.found} "
+            f"({first.distance:.2g} away{far})",
+            f"the slices are layers {right} (0-based): correct `layers:` or `ids:` in --map, or dump with other ids",
+        )
+    if wrong:
+        pairs = "; ".join(
+            f"{match.slice}, declared {match.declared}, is {match.found}" for match in wrong[:3]
+        )
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        order = sorted(m.declared or "" for m in wrong) == sorted(m.found or "" for m in wrong)
+        return (
+            f"{where}: {'the slices are in another order' if order else 'slices are other layers'}: {pairs}{more}",
+            "put the ids in the order of the slices, or dump again",
+        )
+    return (
+        f"{where}: {_few(list(twice))} found in more than one slice",
+        "dump again; a layer was recorded twice, and another is missing",
+    )
+
+
+def _twice(matches: Sequence[Match]) -> list[str]:
+    """Taps that more than one slice was found to be."""
+    names = [match.found for match in matches if match.found is not None]
+    return sorted({tap for tap in names if names.count(tap) > 1})
+
+
+def _norm(side: Side, match: Match, name: str) -> Finding:
+    """Is the last state from before or after the final norm, as promised?"""
+    where = f"side {side.letter} ({_called(side)})"
+    full, by = f"{name}.norm.{side.letter}", side.promises.get(match.slice, "its name")
+    evidence: tuple[tuple[str, Value], ...] = (
+        ("declared", match.declared),
+        ("declared by", by),
+        ("found", match.found),
+        ("distance", match.distance),
+        ("distance to the other", match.other_distance),
+        ("how", match.how),
+    )
+    table = (f"{name}.slices.{side.letter}",)
+    fitted = ", through a norm with one factor a channel fitted" if match.how == "norm" else ""
+    if match.found is None and match.declared not in side.held:
+        return Finding(
+            name=full,
+            outcome="skipped",
+            sentence=f"{where}: the other side holds no {match.declared}, which {match.slice} is by {by}",
+            next_step="compare with a trace of `parity capture`, which holds it",
+        )
+    if match.found is None:
+        near = (
+            f"nearest is {match.nearest} at {match.distance:.2g}" if match.nearest else "no tap of its width"
+        )
+        return Finding(
+            name=full,
+            outcome="fail",
+            sentence=f"{where}: the last state, {match.slice}, declared {match.declared} by {by}, is neither: {near}"
+            f"{'; ' + match.hint if match.hint else ''}",
+            next_step="capture a reference that holds final.prenorm and final.postnorm, or dump again",
+            evidence=evidence,
+            tables=table,
+        )
+    if side.against_dump and match.how == "equal":
+        return _same_last(side, match, full, evidence, table)
+    if match.as_declared:
+        return Finding(
+            name=full,
+            outcome="pass",
+            sentence=f"{where}: the last state, {match.slice}, is {match.found}, as {by} says "
+            f"({match.distance:.2g} away{fitted})",
+            evidence=evidence,
+            tables=table,
+        )
+    fault: Literal["NORM", "LAYERIDX"] = "NORM" if match.found in LAST else "LAYERIDX"
+    return Finding(
+        name=full,
+        outcome="fail",
+        fault=fault,
+        sentence=f"{where}: the last state, {match.slice}, declared {match.declared} by {by}, is {match.found} "
+        f"({match.distance:.2g} away{fitted})",
+        next_step=_norm_step(match),
+        evidence=evidence,
+        tables=table,
+    )
+
+
+def _same_last(
+    side: Side, match: Match, full: str, evidence: tuple[tuple[str, Value], ...], table: tuple[str, ...]
+) -> Finding:
+    """Two dumps with one last state: no more is known than that they agree, or contradict each other, about it."""
+    where, by = f"side {side.letter} ({_called(side)})", side.promises.get(match.slice, "its name")
+    if not match.as_declared and match.found in LAST:
+        return Finding(
+            name=full,
+            outcome="fail",
+            fault="NORM",
+            sentence=f"one last state, two claims: {match.slice} of {where} is {match.declared} by {by}, and the "
+            f"other side calls the same numbers {match.found} ({match.distance:.2g} apart)",
+            next_step="compare each with a trace of `parity capture` to see which claim is wrong",
+            evidence=evidence,
+            tables=table,
+        )
+    if not match.as_declared:
+        return Finding(
+            name=full,
+            outcome="fail",
+            fault="LAYERIDX",
+            sentence=f"{where}: the last state, {match.slice}, is {match.found} of the other side",
+            next_step="compare each with a trace of `parity capture` to see which layer it is",
+            evidence=evidence,
+            tables=table,
+        )
+    return Finding(
+        name=full,
+        outcome="skipped",
+        sentence=f"{where}: both sides hold one last state ({match.distance:.2g} apart) and call it "
+        f"{match.declared}; no dump proves on which side of the final norm it is",
+        next_step="compare with a trace of `parity capture` to have the norm state found",
+        evidence=evidence,
+        tables=table,
+    )
+
+
+def _norm_step(match: Match) -> str:
+    """What to do about a last state that is another one."""
+    if match.found == "final.prenorm":
+        return "its reader has to apply the target's final norm before the head: say so in the dump's flag or config"
+    if match.found == "final.postnorm":
+        return "its reader must not apply the final norm again: say so in the dump's flag or config"
+    return "ask the dump's tool for the state after the last decoder layer"
+
+
+def _suspicion(side: Side, name: str) -> Suspicion:
+    """The answer to the question that brings most people here."""
+    findings = [finding for finding in _findings(side, name)]
+    bad = [finding for finding in findings if finding.outcome == "fail"]
+    return Suspicion(
+        name=f"the dump's layers or its last state are not what they are taken for (side {side.letter})",
+        verdict="found" if bad else "ruled out" if _all_declared(side) else "not tested",
+        because=bad[0].sentence
+        if bad
+        else findings[0].sentence
+        if _all_declared(side)
+        else "two dumps can only be held against each other"
+        if side.against_dump
+        else "nobody declared which layers they should be; found: "
+        + _few([match.found or "?" for match in (side.found.matches if side.found else ())]),
+        findings=tuple(finding.name for finding in findings),
+    )
+
+
+def _all_declared(side: Side) -> bool:
+    """Whether every slice was said to be something that the other side can prove or refute."""
+    known = side.found is not None and not side.against_dump
+    return known and all(match.declared is not None for match in (side.found.matches if side.found else ()))
+
+
+def _table(side: Side, name: str) -> Table:
+    """One row a slice."""
+    assert side.found is not None, "a table of what was found needs something found"
+    columns = (
+        *(Column(key=key, title=key) for key in ("slice", "declared", "found")),
+        Column(key="distance", title="distance", kind="float"),
+        Column(key="next", title="next"),
+        Column(key="next_distance", title="distance", kind="float"),
+    )
+    return Table(
+        name=f"{name}.slices.{side.letter}",
+        title=f"Slices of side {side.letter} ({_called(side)})",
+        columns=columns,
+        rows=tuple(
+            (m.slice, m.declared or "", _shown(m), m.distance, m.other, m.other_distance)
+            for m in side.found.matches
+        ),
+        caption=f"Distance: median relative L2 of {_count(side.found.rows, 'token')}, massive channels left out. "
+        f"Found is what is nearer than {NEAR:g}, with every other tap clearly further.",
+    )
+
+
+def _shown(match: Match) -> str:
+    """What was found, or why nothing was."""
+    if match.found is not None:
+        return match.found + (", by a fitted norm" if match.how == "norm" else "")
+    return f"{match.how}: {match.nearest or 'no such width'}"
+
+
+def _few(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+
+
+def _count(number: int, noun: str) -> str:
+    """A number with its noun."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")

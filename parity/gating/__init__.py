@@ -1,0 +1,1 @@
+"""Comparing a report with a policy and a baseline, for continuous integration."""

@@ -1,0 +1,1 @@
+"""The one pass over two tensors' bytes that gives every sum a comparison needs."""

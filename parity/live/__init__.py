@@ -1,0 +1,1 @@
+"""Experiments with a loaded target, which decide what two traces alone cannot."""

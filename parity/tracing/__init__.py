@@ -1,0 +1,1 @@
+"""The trace: a folder of hidden states with a manifest, written safely and read lazily."""

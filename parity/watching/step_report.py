@@ -1,0 +1,176 @@
+"""One step's questions and the run's answers: probes asked, wiring compared with the first report, findings joined.
+
+Everything here turns records into records; what is read from the step itself is `watch_step` and `watch_values`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+from parity.environment import environment
+from parity.gating.conformance import compare_statements
+from parity.model.recipe.config import Recipe
+from parity.probes.adapters.base import Adapter
+from parity.probes.ask import conformance
+from parity.probes.subject import ask_adapter
+from parity.probes.table import TABLE
+from parity.reports.from_steps import report_of
+from parity.reports.record import Conformance, Finding, Report, Statement, StepReport, Table, Value
+
+STEP = "step"
+"""What the statement about the step itself is called, beside those of the probes."""
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What has been found of one step so far, on this rank."""
+
+    numbers: list[tuple[str, Value]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+
+    def add(
+        self,
+        numbers: Sequence[tuple[str, Value]] = (),
+        findings: Sequence[Finding] = (),
+        tables: Sequence[Table] = (),
+    ) -> None:
+        """Put these behind what is there."""
+        self.numbers += numbers
+        self.findings += findings
+        self.tables += tables
+
+
+def asked(adapter: Adapter, probes: Sequence[str], found: Found, *, copies: bool) -> Conformance:
+    """Ask these probes; findings and tables go into `found`. copies: of the trainer's state are kept meanwhile."""
+    answers = ask_adapter(adapter, probes, copies=copies)
+    for _, answer in answers:
+        found.add(findings=answer.findings, tables=answer.tables)
+    return conformance(adapter, answers)
+
+
+def joined(
+    now: Conformance | None, facts: Sequence[tuple[str, Value]] | None, recipe: Recipe | None
+) -> Conformance:
+    """The probes' statements, and one about the step itself where it says something."""
+    if now is None:
+        now = Conformance(
+            trainer="watched module", recipe="none" if recipe is None else recipe.hash, statements=()
+        )
+    if facts is None:
+        return now
+    words = "; ".join(f"{name.removeprefix(f'{STEP}.')}: {value}" for name, value in facts)
+    own = Statement(probe=STEP, sentence=words, facts=tuple(facts))
+    return replace(now, statements=(*now.statements, own))
+
+
+def compared(
+    name: str, before: Conformance, now: Conformance, *, what: str, only: Sequence[str] | None = None
+) -> list[Finding]:
+    """One finding: whether the wiring is still that of `what`. None where there is nothing to compare.
+
+    only: the probes that count. A statement about the step itself counts where both sides have one.
+    """
+    if before is now or not before.statements:
+        return []
+    names = {statement.probe for statement in (*before.statements, *now.statements)}
+    both = {s.probe for s in before.statements} & {s.probe for s in now.statements}
+    counted = {n for n in names if (only is None or n in only) and (n != STEP or n in both)}
+    found = [f for f in compare_statements(before, now).findings if f.name in counted]
+    changed = [finding for finding in found if finding.outcome == "fail"]
+    if not found:
+        return []
+    if not changed:
+        sentence = f"the wiring is that of {what}: {', '.join(finding.name for finding in found)} unchanged"
+        return [Finding(name=name, outcome="pass", sentence=sentence)]
+    row = changed[0]
+    words = "; ".join(f"{finding.name}: {finding.sentence}" for finding in changed)
+    return [
+        Finding(
+            name=name,
+            outcome="fail",
+            fault=row.fault,
+            sentence=f"the wiring is no longer that of {what}: {words}",
+            evidence=tuple((f"{f.name}, {side}", said) for f in changed for side, said in f.evidence),
+            next_step=row.next_step,
+        )
+    ]
+
+
+def finite(numbers: Sequence[tuple[str, Value]]) -> list[Finding]:
+    """A finding for tensors with values that are not finite; none where no tensor was described."""
+    shares = [(name.removesuffix(".finite"), value) for name, value in numbers if name.endswith(".finite")]
+    bad = [(name, value) for name, value in shares if value != 1.0]
+    if not shares:
+        return []
+    if not bad:
+        return [Finding(name="finite", outcome="pass", sentence="every tensor of the step is finite")]
+    words = ", ".join(f"{name} ({value:.4g} of it is)" for name, value in bad[:4])
+    return [
+        Finding(
+            name="finite",
+            outcome="fail",
+            fault="not-finite",
+            sentence=f"{len(bad)} of {len(shares)} tensors are not finite: {words}",
+            evidence=tuple(bad),
+            next_step="look at the states of this step, then at the learning rate",
+        )
+    ]
+
+
+def first_failure(report: StepReport) -> Finding | None:
+    """The finding by which a run that is to stop does: one that fails, or a trainer that asking changed."""
+    for finding in report.findings:
+        if finding.outcome == "fail" or finding.name.endswith(".untouched"):
+            return finding
+    return None
+
+
+def whole_run(
+    steps: Sequence[StepReport], probes: Sequence[str] | None, first: Conformance | None, *, steps_done: int
+) -> Report:
+    """All step reports as one report. probes: those that were asked, None where hooks were all there was; the others
+    are listed."""
+    findings = tuple(_unasked(probes))
+    if steps:
+        made = report_of(steps, title=f"watch: {len(steps)} of {steps_done:,} steps", command="parity.watch")
+        made = replace(made, findings=(*made.findings, *findings))
+    else:
+        none = Finding(
+            name="watch",
+            outcome="skipped",
+            sentence=f"none of {steps_done} steps was probed",
+            next_step="lower `every` or `warmup`, or train longer",
+        )
+        made = Report(
+            kind="train",
+            title="watch: no step was probed",
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command="parity.watch",
+            subject=(),
+            findings=(none, *findings),
+        )
+    return replace(made, environment=tuple(sorted(environment().items())), conformance=first)
+
+
+def _unasked(probes: Sequence[str] | None) -> list[Finding]:
+    """The wiring questions that a watch did not ask: each by itself where it could ask none, else in one finding."""
+    left = {
+        entry.name: entry.guards
+        for entry in TABLE
+        if entry.asks == "trainer" and entry.name not in (probes or ())
+    }
+    if probes is None:
+        do = "write an adapter, and pass it as adapter="
+        return [
+            Finding(
+                name=name,
+                outcome="skipped",
+                sentence=f"not asked (hooks cannot see it): {guards}",
+                next_step=do,
+            )
+            for name, guards in left.items()
+        ]
+    sentence = f"wiring questions that are not among this watch's probes: {', '.join(left)}"
+    do = "parity check asks all of them; name those to be asked on the way in probes"
+    return [Finding(name="watch.unasked", outcome="skipped", sentence=sentence, next_step=do)] if left else []

@@ -1,0 +1,439 @@
+"""Riding along with a training: step reports, drift of the wiring, a stop where it breaks.
+
+    with parity.watch(drafter, recipe, every=50, out="run") as w:      # any loop: what the modules show
+        for batch in data:
+            ...backward, optimizer.step()...
+            w.step(loss=loss)                                          # before gradients are cleared
+
+    parity.watch(drafter, recipe, adapter=Mine(recipe, drafter))       # and what the wiring probes find
+    Watch(every=50, out="run").attach(trainer)                         # the built-in trainer
+
+A probed step is one of `every`, the first of which comes after `warmup` steps. Hooks are there during that step only,
+so that the others cost nothing. Losses are the same bits with and without a watch: probes ask synthetic rows between
+two steps, on the running trainer, and leave everything as it was. Under torch.distributed every rank calls alike; the
+first one writes, statistics are those of all ranks, and a finding of any rank is every rank's.
+
+Passive watching reads what is there: shapes, dtypes, finite, mean and std, gradient norms. Which questions it cannot
+answer stands in the report at the end. With an adapter the wiring probes answer them.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from parity.errors import ParityError
+from parity.gating.conformance import read, save
+from parity.model.dflash.step import StepOutput
+from parity.model.recipe.config import Recipe, WatchPart
+from parity.model.training.trainer import Trainer
+from parity.probes.adapters.base import Adapter
+from parity.probes.adapters.builtin import Builtin
+from parity.probes.ask import check_names, wiring_probes
+from parity.reports import step_log
+from parity.reports.record import Conformance, Finding, Report, StepReport
+from parity.watching.ranks import agreed, is_first
+from parity.watching.recapture import Recapture
+from parity.watching.sinks import JsonLines, Sink, TensorBoard
+from parity.watching.slots import read_slots, read_step
+from parity.watching.step_report import STEP, Found, asked, compared, finite, first_failure, joined, whole_run
+from parity.watching.values import ModuleTaps, Values, gradient_norms, step_facts, unwrapped
+
+CONFORMANCE = "conformance.json"
+"""In the folder of a run: what its wiring was at the first probed step."""
+
+
+class WiringChanged(RuntimeError):
+    """The watch was asked to stop at a failing finding, and there is one. The message names step and fault."""
+
+    def __init__(self, step: int, finding: Finding) -> None:
+        super().__init__(f"step {step}: {finding.fault or finding.name}: {finding.sentence}")
+        self.step, self.finding = step, finding
+
+
+class Watch:
+    """Watches one training; see the module. A context manager, and an observer of the built-in trainer."""
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        recipe: Recipe | None = None,
+        *,
+        every: int = 50,
+        warmup: int = 0,
+        probes: Sequence[str] | None = None,
+        on_fail: str = "warn",
+        baseline: str | Path | None = None,
+        out: str | Path | None = None,
+        adapter: Adapter | None = None,
+        sinks: Sequence[Sink] = (),
+        recapture: int = 64,
+        steps: int = 0,
+    ) -> None:
+        """module: the drafter, for hooks. adapter: shows the running trainer to the wiring probes; `probes` names those
+        that are asked. out: folder for steps.jsonl and conformance.json. recapture: tokens of one sample that the
+        built-in trainer's target computes again. steps: done before, by the run that is gone on with in `out`; drift is
+        then against its first report. Raises ParityError for a probe or a baseline that is none, and for numbers out of
+        range."""
+        if every < 1 or warmup < 0 or steps < 0 or on_fail not in ("warn", "stop"):
+            given = f"a watch with every {every}, warmup {warmup}, steps {steps}, on_fail {on_fail!r}"
+            do = "every >= 1, warmup and steps >= 0, on_fail warn or stop"
+            raise ParityError(given, "values out of range", do)
+        self.probes = tuple(WatchPart().probes if probes is None else probes)
+        check_names(self.probes, wiring_probes())
+        self.module, self.adapter = None if module is None else unwrapped(module), adapter
+        self.recipe = recipe if recipe is not None or adapter is None else adapter.recipe
+        self.every, self.warmup, self.on_fail = every, warmup, on_fail
+        self.baseline = read(baseline) if baseline is not None else None
+        self.out, self.tokens = None if out is None else Path(out), recapture
+        self.sinks: list[Sink] = list(sinks)
+        self.steps, self.reports = steps, list[StepReport]()
+        """Steps done; this call's reports, with `out` all but the last without their tables: `history` has them."""
+        self.failed: tuple[int, Finding] | None = None
+        """Step and finding of the first failure."""
+        self.stopped = False
+        """Whether this watch had the run stop."""
+        self.seconds = 0.0
+        """Spent by this watch: hooks, probes, writing."""
+        self._began, self._spent = time.perf_counter(), 0.0
+        self._trainer: Trainer | None = None
+        self._recapture: Recapture | None = None
+        self._armed, self._groups = False, list[str]()
+        self._values, self._taps = Values(), list[ModuleTaps]()
+        self._output: StepOutput | None = None
+        self.first: Conformance | None = None
+        """The wiring at the run's first probed step."""
+        self._go_on()
+
+    # --- any loop -------------------------------------------------------------------------------------
+
+    def __enter__(self) -> "Watch":
+        self._arm()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def due(self, step: int) -> bool:
+        """Whether step `step`, counted from 1, is probed."""
+        return step > self.warmup and (step - self.warmup - 1) % self.every == 0
+
+    def step(self, **shown: Any) -> StepReport | None:
+        """To be called once an optimizer step, after it and before gradients are cleared, by every rank.
+
+        shown: what else to put into the report: tensors are described, one-element tensors and numbers kept as they
+        are (`loss=loss`). Returns the report of a probed step, None for others. Raises WiringChanged where `on_fail`
+        is stop and a finding fails.
+        """
+        self.steps += 1
+        report = None
+        if self._armed:
+            with self._timed():
+                for name, value in shown.items():
+                    many = isinstance(value, Tensor) and value.numel() != 1
+                    (self._values.describe if many else self._values.put)(name, value)
+                self.gradients()
+                report = self._reported(Found())
+            if self.failed is not None and self.on_fail == "stop":
+                self.stopped = True
+                self.close()
+                raise WiringChanged(*self.failed)
+        self._arm()
+        return report
+
+    def gradients(self) -> None:
+        """Read the gradients' norms now: for a loop that clears them before it can call `step`."""
+        if not self._armed or self._groups:
+            return
+        named: list[tuple[str, Tensor]] = []
+        if self._trainer is not None:
+            named = list(self._trainer.parameters.items())
+        elif self.module is not None:
+            named = list(self.module.named_parameters())
+        for group, norm in gradient_norms(named).items():
+            self._values.put(f"{group}.gradient", norm)
+            self._groups.append(group)
+
+    def _arm(self) -> None:
+        """Hooks for the coming step, where it is probed."""
+        if self._armed or not self.due(self.steps + 1):
+            return
+        self._armed, self._groups, self._values = True, [], Values()
+        module = self.module if self._trainer is None else self._trainer.drafter
+        if module is not None:
+            self._taps = [ModuleTaps(module, self._values, whole=self._trainer is None)]
+        if self._trainer is not None:
+            self._trainer.wiring.keep_gradients = True
+
+    def _disarm(self) -> list[str]:
+        """Take every hook away; returns the parts that were never called."""
+        unseen = [name for taps in self._taps for name in taps.unseen]
+        for taps in self._taps:
+            taps.remove()
+            self.seconds += taps.seconds
+            self._spent += taps.seconds
+        if self._trainer is not None:
+            self._trainer.wiring.keep_gradients = False
+        self._armed, self._taps = False, []
+        return unseen
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Adds a block's time to the watch's own."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent += time.perf_counter() - began
+            self.seconds += time.perf_counter() - began
+
+    # --- the built-in trainer -------------------------------------------------------------------------
+
+    def attach(self, trainer: Trainer) -> "Watch":
+        """Watch this trainer: its step, its data, its wiring. Adds itself to the trainer's observers."""
+        self._trainer, self.adapter, self.recipe = trainer, Builtin(trainer), trainer.training.recipe
+        self._recapture = Recapture(trainer, self.tokens)
+        self.steps = trainer.step_number
+        if self.out is not None and not self.steps and is_first():  # as the trainer does with its own log
+            for name in (step_log.NAME, CONFORMANCE):
+                (self.out / name).unlink(missing_ok=True)
+        self._go_on()
+        if self not in trainer.observers:
+            trainer.observers.append(self)
+        self._arm()
+        return self
+
+    def on_step(self, step: int, output: StepOutput) -> None:
+        """Keep the first forward pass of a probed step that trains something; its backward fills in the gradients."""
+        if (
+            self._armed
+            and self._output is None
+            and output.hidden.requires_grad
+            and bool(output.supervised.any())
+        ):
+            with self._timed():
+                self._output = output
+                output.hidden.retain_grad()
+
+    def on_update(self, step: int, record: Mapping[str, Any]) -> None:
+        """After the optimizer's step: the report of a probed one."""
+        if record["event"] != "step":
+            return
+        self.steps = step
+        if self._armed:
+            with self._timed():
+                found = Found()
+                self._from_log(record)
+                if self._output is not None:
+                    read_step(self._values, self._output)
+                    found.add(*read_slots(self._output))
+                self.gradients()
+                self._reported(found)
+            if self.failed is not None and self.on_fail == "stop" and self._trainer is not None:
+                self.stopped = True
+                self._trainer.ask_to_stop()
+        self._arm()
+
+    def _from_log(self, record: Mapping[str, Any]) -> None:
+        """Figures of the whole step, over all rows and ranks, as the trainer logs them."""
+        names = {"accepted": "tau.estimate", "expected": "tau.expected"}
+        for name in ("loss", "accuracy", "gradient_norm", "lr", *names):
+            self._values.put(names.get(name, name), record[name])
+        for term, value in record["terms"].items():
+            self._values.put(f"loss.term.{term}", value)
+        for slot, share in enumerate(record["slots"], 1):
+            if share is not None:
+                self._values.put(f"slot.{slot}.accuracy", share)
+
+    # --- reports --------------------------------------------------------------------------------------
+
+    def _reported(self, found: Found) -> StepReport:
+        """Ask, compare, and hand out the report of this step."""
+        unseen, output, self._output = self._disarm(), self._output, None
+        facts = None
+        if self._trainer is None or output is not None:  # what trained nothing says nothing of the wiring
+            module = self.module if self._trainer is None else None
+            facts = step_facts(module, self._values, self._groups, unseen)
+        step = Found()
+        now = None
+        if self.adapter is not None:
+            now = asked(self.adapter, self.probes, step, copies=not self.reports)
+        step.add(found.numbers, found.findings, found.tables)
+        if self._recapture is not None and output is not None:
+            step.add(*self._recapture.ask(self.steps, output))
+        del output
+        now = joined(now, facts, self.recipe)
+        if self.first is None:
+            self.first = now
+            if self.out is not None and is_first():
+                self.out.mkdir(parents=True, exist_ok=True)
+                save(now, self.out / CONFORMANCE)
+        step.findings += compared("drift", self.first, now, what="the run's first report")
+        if self.baseline is not None:
+            names = (*self.probes, STEP) if self.adapter is not None else (STEP,)
+            step.findings += compared("baseline", self.baseline, now, what="the baseline", only=names)
+        numbers, findings = agreed([*self._values.read(), *step.numbers], self._values.sizes, step.findings)
+        if unseen:
+            numbers.append(("hooks.unseen", ", ".join(unseen)))
+        numbers += [fact for statement in now.statements for fact in statement.facts]
+        report = StepReport(
+            step=self.steps,
+            time=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            values=tuple(dict(numbers).items()),
+            findings=(*finite(numbers), *findings),
+            tables=(self._values.table(dict(numbers)), *step.tables),
+        )
+        return self._delivered(report)
+
+    def _delivered(self, report: StepReport) -> StepReport:
+        report = replace(report, seconds=report.seconds + self._spent)
+        self._spent = 0.0
+        self.reports.append(report)
+        if self.out is not None and len(self.reports) > 1:  # they are on disk; a long run has thousands
+            self.reports[-2] = replace(self.reports[-2], tables=())
+        failure = first_failure(report)
+        if failure is not None and self.failed is None:
+            self.failed = (report.step, failure)
+        if is_first():
+            if self.out is not None and not any(isinstance(sink, JsonLines) for sink in self.sinks):
+                self.sinks.insert(0, JsonLines(self.out))
+            samples = {name: tensor.float().cpu().numpy() for name, tensor in self._values.samples.items()}
+            for sink in self.sinks:
+                sink.write(report, samples)
+        return report
+
+    def _go_on(self) -> None:
+        """Of a run that is gone on with, the first report's wiring."""
+        file = None if self.out is None else self.out / CONFORMANCE
+        if self.steps and self.first is None and file is not None and file.is_file():
+            self.first = read(file)
+
+    def close(self) -> None:
+        """Take every hook away, wait for a worker's last answer, close the sinks. Called by `with`, and by whoever
+        attached it."""
+        self._disarm()
+        if self._recapture is not None:
+            late, self._recapture = self._recapture.close(), None
+            if self.reports and (late[0] or late[1]):
+                last = self.reports.pop()
+                kept = tuple(f for f in last.findings if f.name not in {each.name for each in late[1]})
+                values = dict(last.values) | dict(late[0])
+                self._delivered(replace(last, values=tuple(values.items()), findings=(*kept, *late[1])))
+        for sink in self.sinks if is_first() else ():
+            sink.close()
+        self.sinks = []
+
+    @property
+    def share(self) -> float:
+        """Time spent in hooks and probes over the time since the watch was made, 0 to 1."""
+        return self.seconds / max(1e-9, time.perf_counter() - self._began)
+
+    @property
+    def history(self) -> tuple[StepReport, ...]:
+        """All step reports of the run, those of earlier calls included where there is a folder."""
+        file = None if self.out is None else self.out / step_log.NAME
+        if file is not None and file.is_file() and is_first():
+            return step_log.read(file)
+        return tuple(self.reports)
+
+    @property
+    def report(self) -> Report:
+        """The whole run as a report: what failed first and when, what no probe could ask, every value's course."""
+        asked_for = self.probes if self.adapter is not None else None
+        made = whole_run(self.history, asked_for, self.first, steps_done=self.steps)
+        return replace(made, subject=(*made.subject, ("share of the time", self.share)), seconds=self.seconds)
+
+    def joined_to(self, report: Report) -> Report:
+        """A run's own report with what this watch found put first."""
+        own = self.report
+        stopped: tuple[Finding, ...] = ()
+        if self.failed is not None and self.stopped:
+            step, finding = self.failed
+            stopped = (
+                Finding(
+                    name="watch.stop",
+                    outcome="fail",
+                    fault=finding.fault,
+                    sentence=f"the run saved and stopped at step {step}, at {finding.name}: {finding.sentence}",
+                    next_step=finding.next_step,
+                ),
+            )
+        return replace(
+            report,
+            subject=(*report.subject, *own.subject),
+            findings=(*stopped, *own.findings, *report.findings),
+            tables=(*report.tables, *own.tables),
+            conformance=own.conformance,
+        )
+
+
+def watch(*arguments: Any, **options: Any) -> Watch:
+    """A `Watch` on a module: `with parity.watch(drafter, recipe, every=50) as w: ... w.step(loss=loss)`."""
+    return Watch(*arguments, **options)
+
+
+def watch_training(trainer: Trainer, out: Path | None, sinks: Sequence[Sink] = ()) -> Watch | None:
+    """The watch that a training file asks for under `run.watch`, attached; None where it asks for none.
+
+    To be called on every rank. `run.save.tensorboard` puts its numbers into OUT/tensorboard as well.
+    """
+    part, own = trainer.training.run.watch, list(sinks)
+    if part is None:
+        return None
+    if trainer.training.run.save.tensorboard and out is not None and is_first():
+        own.append(TensorBoard(out))
+    made = Watch(
+        every=part.every,
+        warmup=part.warmup,
+        probes=part.probes,
+        on_fail=part.on_fail,
+        baseline=part.baseline,
+        recapture=part.recapture,
+        out=out,
+        sinks=own,
+    )
+    return made.attach(trainer)
+
+
+def watch_callback(recipe: Recipe | None = None, **options: Any) -> Any:
+    """A `transformers.TrainerCallback` that watches the model of a `Trainer`; options as for `Watch`.
+
+    `adapter` may be a function that makes one from the model, called when training begins. The callback's `watch` is
+    the Watch, with its `report`.
+    """
+    from transformers import TrainerCallback
+
+    adapter: Any = options.pop("adapter", None)
+
+    class WatchCallback(TrainerCallback):
+        """Reports at every probed step; has the Trainer save and stop where a finding fails and `on_fail` is stop."""
+
+        watch: Watch | None = None
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            own = adapter(model) if callable(adapter) and not isinstance(adapter, Adapter) else adapter
+            self.watch = Watch(model, recipe, adapter=own, steps=state.global_step, **options)
+            self.watch.__enter__()
+
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if self.watch is not None:  # the Trainer clears gradients before the step ends
+                self.watch.gradients()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if self.watch is None:
+                return
+            try:
+                self.watch.step()
+            except WiringChanged:
+                control.should_save = control.should_training_stop = True
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if self.watch is not None:
+                self.watch.close()
+
+    return WatchCallback()

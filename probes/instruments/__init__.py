@@ -1,0 +1,1 @@
+"""What the trainer probes measure with."""

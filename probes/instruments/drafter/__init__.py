@@ -1,0 +1,1 @@
+"""Comparing a drafter with a reference of its own: hypotheses, receptive field, checkpoint readers."""

@@ -1,0 +1,165 @@
+"""Who reads a drafter's checkpoint: our own code, z-lab's `dflash` package, speculators.
+
+    for reader in readers_of("zlab"):
+        hidden = reader.hidden(folder, look, fc_input, table)     # [A, B, D], or raises Unread / NotAsked
+
+Each loads the folder by its own code and computes the blocks of a row: what enters its head. Peers are imported where
+they are installed (`make peers`); nothing is fetched: a verifier that the checkpoint names is not looked up.
+
+Shapes: S tokens, A anchors, B slots, D width, F features of fc.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.errors import ParityError
+from parity.model.dflash.drafter import block_ids
+from parity.model.dflash.export import Answers, Imported, load_checkpoint
+from parity.model.dflash.mask import training_layout
+from parity.probes.instruments.drafter.receptive_field import Look
+
+
+class NotAsked(Exception):
+    """A reader that cannot be asked, and why."""
+
+
+class Unread(Exception):
+    """A reader that does not take the checkpoint, and what it says."""
+
+
+def imported(folder: Path, partial: bool) -> Imported:
+    """The checkpoint by our reader. partial: whether a share of each head that turns is read as vLLM reads it."""
+    return load_checkpoint(folder, Answers(partial_rotary=True) if partial else None)
+
+
+class Ours:
+    """`parity.model.dflash.export.load_checkpoint`."""
+
+    name = "parity"
+
+    def __init__(self, read: Imported) -> None:
+        self.read = read
+
+    @torch.no_grad()
+    def hidden(self, folder: Path, look: Look, fc_input: Tensor, table: Tensor) -> Tensor:
+        """All blocks in one training pass, by the checkpoint's own block size and mask token."""
+        del folder
+        drafter = self.read.drafter.float() if fc_input.dtype != torch.float64 else self.read.drafter.double()
+        size, batch = drafter.config.block_size, look.batch
+        layout = training_layout(batch.position, batch.document, look.anchors, size)
+        ids = block_ids(batch.tokens, look.anchors, size, drafter.config.mask_token_id)
+        weight = drafter.fc.weight
+        made: Tensor = drafter(fc_input.to(weight), table.detach()[ids].to(weight), layout)
+        return made
+
+
+class Zlab:
+    """z-lab's package, as its inference calls it: one block, the states before the anchor, positions from 0."""
+
+    name = "dflash"
+
+    @torch.no_grad()
+    def hidden(self, folder: Path, look: Look, fc_input: Tensor, table: Tensor) -> Tensor:
+        try:
+            from dflash.model import DFlashDraftModel
+        except ImportError as error:
+            raise NotAsked("not installed (make peers)") from error
+        with _said(self.name), quiet():
+            model: Any = DFlashDraftModel.from_pretrained(str(folder), dtype=torch.float32).eval()
+        batch, rows = look.batch, []
+        for anchor in look.anchors.tolist():
+            before = (batch.document == batch.document[anchor]) & (batch.position < batch.position[anchor])
+            with _said(self.name):
+                ids = torch.full((1, model.block_size), int(model.mask_token_id))
+                ids[0, 0] = batch.tokens[anchor]
+                made = model(
+                    position_ids=torch.arange(int(before.sum()) + model.block_size)[None],
+                    noise_embedding=table.detach()[ids].float(),
+                    target_hidden=fc_input[before].float()[None],
+                )
+            rows.append(made)
+        return torch.cat(rows)
+
+
+class Speculators:
+    """speculators' model, with our anchors in place of its own draw."""
+
+    name = "speculators"
+
+    @torch.no_grad()
+    def hidden(self, folder: Path, look: Look, fc_input: Tensor, table: Tensor) -> Tensor:
+        try:
+            from speculators.models.dflash import core
+            from speculators.models.dflash.config import DFlashSpeculatorConfig
+        except ImportError as error:
+            raise NotAsked("not installed (make peers)") from error
+        with _said(self.name), quiet():
+            config = DFlashSpeculatorConfig.from_pretrained(str(folder))
+            if getattr(config.transformer_layer_config, "sliding_window", None) is not None:
+                raise NotAsked("it counts windows from the anchor, and no engine serves it so")
+            config.speculators_config.verifier.name_or_path = None
+            config.transformer_layer_config._attn_implementation = (
+                "sdpa"  # its default, flex, takes 12 s on a CPU
+            )
+            model: Any = core.DFlashDraftModel.from_pretrained(str(folder), config=config).eval()
+        model.embed_tokens.weight.data.copy_(table.detach())
+        batch, ones = look.batch, torch.ones_like(look.batch.tokens)[None]
+        valid = torch.ones(len(look.anchors), dtype=torch.bool)
+        drawn = core.select_anchors
+        core.select_anchors = lambda *_, **__: (look.anchors, valid)
+        try:
+            with _said(self.name):
+                made = model._backbone_forward(
+                    hidden_states=fc_input.float()[None],
+                    input_ids=batch.tokens[None],
+                    loss_mask=ones,
+                    verifier_last_hidden_states=torch.zeros(1, len(batch.tokens), len(model.norm.weight)),
+                    document_ids=batch.document[None],
+                    position_ids=batch.position[None],
+                    max_anchors=len(look.anchors),
+                )[0]
+        finally:
+            core.select_anchors = drawn
+        hidden: Tensor = made.view(len(look.anchors), -1, made.shape[-1])
+        return hidden
+
+
+@contextmanager
+def _said(name: str) -> Iterator[None]:
+    """What a reader raises about a checkpoint, as its answer."""
+    try:
+        yield
+    except NotAsked:
+        raise
+    except ParityError as error:
+        raise Unread(f"{name}: {error.asked}: {error.found}") from error
+    except Exception as error:  # it may raise what it likes
+        raise Unread(
+            f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and load reports of transformers'."""
+    from transformers.utils import logging
+
+    shown, said = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(said)
+        if shown:
+            logging.enable_progress_bar()
+
+
+def peers_of(layout: str) -> tuple[Zlab | Speculators, ...]:
+    """Other projects' readers of a layout."""
+    return (Zlab(),) if layout == "zlab" else (Speculators(),)

@@ -1,0 +1,391 @@
+"""Which reading of a drafter agrees with what a trainer computes: the declared one, or the one that is named.
+
+    lens = Lens.of(looks, reading)            # or a sentence: why nothing can be compared
+    match = lens.match()                      # Match: distances, the limit, and the differences found
+
+`reference_drafter` computes what hidden states should be. In a fresh drafter attention adds so little that rounding
+hides what it attends to, so each layer's output projection is first scaled until it adds about as much as the
+residual (and put back). Where the whole does not agree, every layer but one is switched off in turn (its output
+projection set to zero): what is left shows that layer's window exactly, slot by slot, by gradient, and its direction
+by comparison.
+
+The limit is a few times the rounding error of the same arithmetic in the trainer's precision, measured beside it.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.probes.adapters.base import Missing
+from parity.probes.instruments.drafter.receptive_field import Look, products_in
+from parity.probes.instruments.drafter.reference import (
+    Reading,
+    View,
+    Weights,
+    changed,
+    distance,
+    hidden,
+    limit,
+)
+from parity.probes.subject import Subject
+
+THETAS = (1e4, 1e6, 1e7, 5e6, 5e5, 1e5, 1e3)
+"""Rope bases in use: Llama 2, Qwen3, Qwen3.6, Qwen3-Coder, Llama 3, and neighbours."""
+PARTS = (1.0, 0.5, 0.25)
+"""Shares of a head that turn: most, the embedded target, Qwen3-Next and later."""
+EPSILONS = (1e-6, 1e-5, 1e-8)
+COMPARED = 4
+"""Blocks of a row that are computed twice: enough to see every rule, few enough for a large drafter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One way in which a reading departs from the declared one."""
+
+    name: str
+    """A row of `parity.probes.deviations`."""
+    words: str
+    """What was found instead of what is declared."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """How the computed hidden states compare with the declared reading, and with others."""
+
+    precision: str
+    limit: float
+    declared: float
+    """Distance from the declared reading."""
+    reading: Reading | None
+    """The reading that agrees, the declared one first; None where none does."""
+    differences: tuple[Difference, ...] = ()
+    nearest: tuple[str, float] = ("", 0.0)
+    """Where none agrees: the nearest tried, and its distance."""
+    blind: tuple[str, ...] = ()
+    """Readings that give the same within the limit, so that they cannot be told from the declared one."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the declared reading does."""
+        return self.declared <= self.limit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Case:
+    """Blocks of one row, as computed."""
+
+    look: Look
+    rows: Tensor
+    """Which of the look's anchors, [n]."""
+
+
+def globals_of(reading: Reading) -> Iterator[tuple[Difference, Reading]]:
+    """Readings that differ in one thing that all layers share."""
+    block = (-1, 1)
+    for shift in block:
+        words = f"the block's positions are {abs(shift)} too {'high' if shift > 0 else 'low'}"
+        yield Difference(name="block-positions", words=words), replace(reading, shift=shift)
+    yield (
+        Difference(name="block-positions", words="all slots stand at the anchor's position"),
+        replace(reading, stride=0),
+    )
+    for theta in THETAS:
+        if theta != reading.rope.rope_theta:
+            words = f"rope base {theta:g} instead of {reading.rope.rope_theta:g}"
+            yield (
+                Difference(name="rope-base", words=words),
+                replace(reading, rope=replace(reading.rope, rope_theta=theta)),
+            )
+    for part in PARTS:
+        if part != reading.rope.partial_rotary_factor:
+            words = f"{part:g} of each head turns instead of {reading.rope.partial_rotary_factor:g}"
+            rope = replace(reading.rope, partial_rotary_factor=part)
+            yield Difference(name="rope-part", words=words), replace(reading, rope=rope)
+    for part in PARTS[1:]:
+        words = f"the first {part:g} of a whole head's frequencies turn"
+        rope = replace(reading.rope, rope_type="proportional", partial_rotary_factor=part, factor=1.0)
+        yield Difference(name="rope-part", words=words), replace(reading, rope=rope)
+    for until in (1, -1):
+        what = "takes in the anchor's own state" if until > 0 else "ends one token early"
+        yield Difference(name="context-edge", words=f"the context {what}"), replace(reading, until=until)
+    yield (
+        Difference(name="context-edge", words="the first token's state is left out"),
+        replace(reading, drop_first=1),
+    )
+    yield (
+        Difference(name="context-norm", words="the norm behind fc is not applied"),
+        replace(reading, context_norm=False),
+    )
+    for eps in EPSILONS:
+        if eps != reading.eps:
+            words = f"norms add {eps:g} instead of {reading.eps:g}"
+            yield Difference(name="norm-epsilon", words=words), replace(reading, eps=eps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Taken:
+    """The step's hidden states while some output projections were scaled."""
+
+    values: Mapping[str, Tensor]
+    """What was put into the parameters."""
+    found: tuple[Tensor, ...]
+    """[n, B, D] of each case."""
+
+
+class Lens:
+    """A trainer's step and its reference, with attention made visible."""
+
+    def __init__(
+        self,
+        looks: Sequence[Look],
+        weights: Weights,
+        table: Tensor,
+        declared: Reading,
+        blocks: int = COMPARED,
+    ) -> None:
+        self.weights, self.table, self.declared = weights, table, declared
+        self.parameters = looks[0].subject.parameters
+        self.cases = [Case(look=look, rows=_spread(len(look.anchors), blocks)) for look in looks]
+        self.plain = [look.shown for look in looks]  # made now, before any parameter is scaled
+        self.precision = products_in(looks[0], self.parameters)
+        self.whole = self._taken(None)
+        self.live = any(
+            not torch.equal(found, case.look.shown.hidden.detach()[case.rows])
+            for found, case in zip(self.whole.found, self.cases, strict=True)
+        )
+        """Whether the parameters shown are those that the step uses: scaling them moved it."""
+        if not self.live:
+            self.whole = Taken(values={}, found=self.whole.found)
+        self._single: dict[int, Taken] = {}
+
+    @classmethod
+    def of(cls, looks: Sequence[Look], reading: Reading, blocks: int = COMPARED) -> "Lens | str":
+        """Or the reason why nothing can be compared. blocks: of each look that are computed twice, at most."""
+        subject = looks[0].subject
+        weights = Weights.of(subject.parameters)
+        if weights is None:
+            return "the parameters have no z-lab names, so the layers were not compared with a reference"
+        if weights.layers != len(reading.layers):
+            return f"{weights.layers} layers, {len(reading.layers)} declared: not compared with a reference"
+        if looks[0].shown.fc_input.shape[1] != weights.values["fc.weight"].shape[1]:
+            return "fc's input is not as wide as fc's weight: not compared with a reference"
+        try:
+            table = table_of(subject)
+        except Missing:
+            return (
+                "neither embed_tokens.weight nor a reference: the layers were not compared with a reference"
+            )
+        return cls(looks, weights, table, reading, blocks)
+
+    # --- one comparison -------------------------------------------------------------------------------
+
+    def _taken(self, only: int | None) -> Taken:
+        """A step in which each layer's attention adds about as much as the residual, or only one layer's anything."""
+        mixing: list[float] = []
+        self._wanted(self.cases[0], self.declared, {}, dtype=torch.float32, mixing=mixing)
+        values: dict[str, Tensor] = {}
+        for layer, size in enumerate(mixing):
+            name = f"layers.{layer}.self_attn.o_proj.weight"
+            weight = self.parameters[name].data
+            weight = weight / size if size > 0 else drawn(weight)
+            values[name] = weight if only in (None, layer) else torch.zeros_like(weight)
+        with changed(self.parameters, values):
+            found = tuple(case.look.step().hidden.detach()[case.rows] for case in self.cases)
+        return Taken(values=values, found=found)
+
+    def alone(self, layer: int) -> Taken:
+        """The step with every layer's attention switched off but one's."""
+        if layer not in self._single:
+            self._single[layer] = self._taken(layer)
+        return self._single[layer]
+
+    def _wanted(self, case: Case, reading: Reading, values: Mapping[str, Tensor], **options: Any) -> Tensor:
+        """[n, B, D] under a reading, with these parameters in place of the drafter's."""
+        row = replace(case.look.row, anchors=case.look.anchors[case.rows])
+        weights = replace(self.weights, values={**self.weights.values, **values})
+        return hidden(weights, reading, row, case.look.shown.fc_input, self.table, **options)
+
+    def computed(self, look: Look, reading: Reading, values: Mapping[str, Tensor], table: Tensor) -> Tensor:
+        """[A, B, D] of all a look's blocks under a reading, in float32, with another embedding."""
+        weights = replace(self.weights, values={**self.weights.values, **values})
+        return hidden(weights, reading, look.row, look.shown.fc_input, table, dtype=torch.float32)
+
+    def apart(self, taken: Taken, reading: Reading, dtype: torch.dtype = torch.float64) -> float:
+        """Largest distance over the cases."""
+        pairs = zip(self.cases, taken.found, strict=True)
+        return max(
+            distance(each, self._wanted(case, reading, taken.values, dtype=dtype)) for case, each in pairs
+        )
+
+    def limit(self) -> float:
+        """What rounding may make in the first case under the declared reading."""
+        case = self.cases[0]
+        row = replace(case.look.row, anchors=case.look.anchors[case.rows])
+        weights = replace(self.weights, values={**self.weights.values, **self.whole.values})
+        return limit(weights, self.declared, row, case.look.shown.fc_input, self.table, self.precision)
+
+    # --- search ---------------------------------------------------------------------------------------
+
+    def match(self, *, rope_known: bool = True) -> Match:
+        """The declared reading, or what agrees instead. rope_known: whether rope and epsilon are declared at all; where
+        not, those that fit best are taken."""
+        limit, apart = self.limit(), self.apart(self.whole, self.declared)
+        if not rope_known and apart > limit:
+            self.declared = min(
+                _ropes(self.declared), key=lambda each: self.apart(self.whole, each, torch.float32)
+            )
+            apart = self.apart(self.whole, self.declared)
+        base = Match(
+            precision=str(self.precision).removeprefix("torch."),
+            limit=limit,
+            declared=apart,
+            reading=self.declared,
+        )
+        return replace(base, blind=self._blind(limit)) if apart <= limit else self._search(base)
+
+    def _blind(self, limit: float) -> tuple[str, ...]:
+        """What would look the same: a direction, a position."""
+        case, single = self.cases[0], torch.float32
+        wanted = self._wanted(case, self.declared, self.whole.values, dtype=single)
+        others = [("the block's positions", replace(self.declared, shift=1))]
+        for layer, view in enumerate(self.declared.layers):
+            other = self.declared.with_layer(layer, replace(view, causal=not view.causal))
+            others.append((f"the direction within the block in layer {layer}", other))
+        made = (
+            (words, self._wanted(case, other, self.whole.values, dtype=single)) for words, other in others
+        )
+        return tuple(words for words, each in made if distance(each, wanted) <= limit)
+
+    def windows(self) -> tuple[View, ...]:
+        """Each layer's window as its slots show it, the direction as declared."""
+        look = self.cases[-1].look
+        anchor = int(look.batch.position[look.anchors].argmax())
+        views = []
+        for layer, view in enumerate(self.declared.layers):
+            with changed(self.parameters, self.alone(layer).values):
+                seen = look.slots(anchor, look.step())
+            views.append(_window(seen, look, anchor, view))
+        return tuple(views)
+
+    def _search(self, base: Match) -> Match:
+        """Windows as measured, each layer's direction by comparison, with at most one thing else."""
+        measured = replace(self.declared, layers=self.windows()) if self.live else self.declared
+        best: tuple[float, tuple[Difference, ...]] = (math.inf, ())
+        tried: list[tuple[Difference | None, Reading]] = [(None, measured), *globals_of(measured)]
+        for change, reading in tried:
+            reading = self._directed(reading)
+            apart = self.apart(self.whole, reading, torch.float32 if base.limit > 1e-5 else torch.float64)
+            differences = (*([change] if change else []), *layer_differences(self.declared, reading))
+            if apart <= base.limit:
+                return replace(base, reading=reading, differences=differences)
+            if apart < best[0]:
+                best = (apart, differences)
+        words = "; ".join(each.words for each in best[1]) or "the declared one"
+        return replace(base, reading=None, nearest=(words, best[0]))
+
+    def _directed(self, reading: Reading) -> Reading:
+        """The reading with each layer's direction as it fits better, by at least a factor of two."""
+        for layer, view in enumerate(reading.layers):
+            other = reading.with_layer(layer, replace(view, causal=not view.causal))
+            taken = self.alone(layer) if self.live else self.whole
+            one, two = (self.apart(taken, each, torch.float32) for each in (reading, other))
+            reading = other if two < one / 2 else reading
+        return reading
+
+
+def drawn(weight: Tensor) -> Tensor:
+    """Random values for a projection that is zero, as some trainers start theirs."""
+    made = torch.randn(weight.shape, generator=torch.Generator().manual_seed(9))
+    scaled: Tensor = made.to(weight) * weight.shape[1] ** -0.5
+    return scaled
+
+
+def awake(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Values for output projections that are zero: nothing could be seen through them."""
+    names = [name for name in parameters if name.endswith("self_attn.o_proj.weight")]
+    return {name: drawn(parameters[name].data) for name in names if not bool(parameters[name].any())}
+
+
+def _ropes(reading: Reading) -> list[Reading]:
+    """The reading with every base, share and epsilon in use."""
+    return [
+        replace(reading, eps=eps, rope=replace(reading.rope, rope_theta=theta, partial_rotary_factor=part))
+        for theta, part, eps in product(THETAS, PARTS, EPSILONS)
+    ]
+
+
+def _spread(count: int, most: int) -> Tensor:
+    """Up to `most` of `count` numbers, first and last among them."""
+    chosen: Tensor = torch.linspace(0, count - 1, min(count, most)).round().long().unique()
+    return chosen
+
+
+def table_of(subject: Subject) -> Tensor:
+    """[V, D] the embedding rows: the trainer's own, else the target's. Raises Missing."""
+    if "embed_tokens.weight" in subject.parameters:
+        return subject.parameters["embed_tokens.weight"]
+    return subject.reference(subject.batch).embed
+
+
+def _window(seen: Tensor, look: Look, anchor: int, view: View) -> View:
+    """The window of one layer, from what its asked slots [asked, S] see before the anchor in its document."""
+    position, document = look.batch.position, look.batch.document
+    own = document == document[look.anchors[anchor]]
+    stands = int(position[look.anchors[anchor]])
+    lows = []
+    for row in seen:
+        at = position[row & own & (position < stands)]
+        lows.append(stands - int(at.min()) if len(at) else 0)
+    back, slots = torch.tensor(lows), torch.tensor(look.asked)
+    if bool((back == stands).all()):
+        return replace(view, window=view.window if _hides(view, stands, look.subject.block) else None)
+    if bool((back == back[0]).all()):
+        return replace(view, window=int(back[0]), window_from="anchor")
+    window = int(back[0]) + 1
+    if bool((back == (window - 1 - slots).clamp(min=0)).all()):
+        return replace(view, window=window, window_from="query")
+    return view
+
+
+def _hides(view: View, stands: int, block: int) -> bool:
+    """Whether a window reaches so far that no slot shows its edge."""
+    return view.window is not None and view.window >= stands + block
+
+
+def layer_differences(declared: Reading, found: Reading) -> list[Difference]:
+    """What layers do otherwise than declared, layers that do the same told together."""
+    told: dict[tuple[str, str], list[int]] = {}
+    for layer, (a, b) in enumerate(zip(declared.layers, found.layers, strict=True)):
+        if a.causal != b.causal:
+            key = ("within-block", f"{'causal' if b.causal else 'bidirectional'} within the block")
+            told.setdefault(key, []).append(layer)
+        if (a.window, a.window_from if a.window else "") != (b.window, b.window_from if b.window else ""):
+            told.setdefault(window_words(a, b), []).append(layer)
+    return [
+        Difference(
+            name=name, words=f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}: {words}"
+        )
+        for (name, words), layers in told.items()
+    ]
+
+
+def window_words(declared: View, found: View) -> tuple[str, str]:
+    """(name, words) of a window that is another than declared."""
+    asked = (
+        "all of the context"
+        if declared.window is None
+        else f"{declared.window} tokens from the {declared.window_from}"
+    )
+    if found.window is None:
+        return "window-ignored", f"sees all of the context instead of {asked}"
+    got = f"{found.window} tokens from the {found.window_from}"
+    if declared.window is None:
+        return "window-undeclared", f"sees {got} instead of {asked}"
+    if declared.window == found.window:
+        return "window-from", f"a window of {got} instead of {asked}"
+    return "window-size", f"a window of {got} instead of {asked}"

@@ -1,0 +1,244 @@
+"""What a reader of a drafter drafts against what training computed, and how the two differ.
+
+    drafted = Drafted(look=look, trained=..., drafted=...)          # logits of both, [A, B - 1, V]
+    named([drafted], lens, values, limit)                           # Named(kind="rope", words="rope base 1e+06 ...")
+
+A reader is the trainer's own inference, or whoever reads its exported checkpoint. Where its logits differ from the
+step's, they are held against the drafter that is written a second time under other readings, heads and embeddings.
+
+Shapes: A anchors, B slots, D width, V the draft's vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from parity.probes.adapters.base import Missing
+from parity.probes.instruments.drafter.hypotheses import Lens, globals_of
+from parity.probes.instruments.drafter.receptive_field import Look
+from parity.probes.instruments.drafter.reference import Reading
+from parity.probes.subject import Subject
+
+LEAST = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+"""Smallest limits: the head's product, which the reference does not round, adds its own error."""
+KINDS = {
+    "block-positions": "positions",
+    "rope-base": "rope",
+    "rope-part": "rope",
+    "context-edge": "context",
+    "context-norm": "norm",
+    "norm-epsilon": "norm",
+    "within-block": "within",
+    "window-size": "window",
+    "window-from": "window",
+    "window-ignored": "window",
+    "window-undeclared": "window",
+}
+"""How a reading's difference is called when it is a reader and training that differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Named:
+    """Why a reader and training differ."""
+
+    kind: str
+    """positions, rope, context, norm, within, window, slices, embedding, head, mask-token; empty: not recognised."""
+    words: str
+    training: bool = False
+    """Whether the reader computes the declared drafter, and training does not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Drafted:
+    """Logits of one row's blocks by both ways."""
+
+    look: Look
+    trained: Tensor
+    """[A, B - 1, V]"""
+    drafted: Tensor
+    """[A, B - 1, V]"""
+
+    @property
+    def apart(self) -> Tensor:
+        """[A] the largest distance of a slot."""
+        return distances(self.drafted, self.trained)
+
+
+def distances(found: Tensor, wanted: Tensor) -> Tensor:
+    """[A] over slots the largest |found - wanted| / |wanted - its mean|; inf where not finite."""
+    found, wanted = found.double(), wanted.double()
+    spread = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1)
+    apart: Tensor = (found - wanted).norm(dim=-1) / spread.clamp_min(1e-300)
+    return apart.nan_to_num(nan=math.inf).amax(-1)
+
+
+def factor_between(compared: Sequence[Drafted], limit: float) -> float | None:
+    """One number that all logits are multiplied by."""
+    found = torch.cat([each.drafted.double().flatten() for each in compared])
+    wanted = torch.cat([each.trained.flatten() for each in compared])
+    factor = float(found @ wanted / (wanted @ wanted))
+    fits = all(float(distances(each.drafted, each.trained * factor).max()) <= limit for each in compared)
+    return factor if fits else None
+
+
+def from_position(compared: Sequence[Drafted], limit: float) -> tuple[int, int] | None:
+    """(last position where both agree, first where they do not), where one number divides the two."""
+    position = torch.cat([each.look.batch.position[each.look.anchors] for each in compared])
+    right = torch.cat([each.apart for each in compared]) <= limit
+    if (
+        not bool(right.any())
+        or bool(right.all())
+        or int(position[right].max()) >= int(position[~right].min())
+    ):
+        return None
+    return int(position[right].max()), int(position[~right].min())
+
+
+def named(
+    compared: Sequence[Drafted],
+    lens: Lens,
+    values: Mapping[str, Tensor],
+    limit: float,
+    filled: Callable[[], int | None] | None = None,
+) -> Named | None:
+    """The first reading under which the reference gives the drafted logits, with these values in
+    place of the drafter's parameters; None where none does. filled: finds the embedding row that fills the slots."""
+    match = lens.match(rope_known=compared[0].look.subject.adapter.configured is not None)
+    base = match.reading or lens.declared
+    subject = compared[0].look.subject
+    cap = max(limit, 1e-4)  # the reference's angles, in another order of operations, at position 500
+
+    def fits(reading: Reading, table: Tensor, head: Tensor | None = None) -> bool:
+        for each in compared:
+            rows = each.look.shown.head.detach() if head is None else head
+            made = lens.computed(each.look, reading, values, table)[:, 1:] @ rows.to(torch.float32).T
+            if not float(distances(each.drafted, made).max()) <= cap:
+                return False
+        return True
+
+    if fits(lens.declared, lens.table):
+        kinds = [KINDS[each.name] for each in match.differences]
+        words = "; ".join(each.words for each in match.differences) or "something that is not recognised"
+        return Named(kind=kinds[0] if len(set(kinds)) == 1 else "", words=words, training=True)
+    for kind, words, reading in _readings(base, subject):
+        if fits(reading, lens.table):
+            return Named(kind=kind, words=words)
+    head = compared[0].look.shown.head.detach()
+    for words, rows in _heads(subject, head):
+        if fits(base, lens.table, rows):
+            return Named(kind="head", words=words)
+    for words, table in _tables(lens.table, head):
+        if fits(base, table):
+            return Named(kind="embedding", words=words)
+    row = None if filled is None else filled()
+    if row is not None and fits(replace(base, mask_token_id=row), lens.table):
+        words = f"row {row} of the embedding fills the slots instead of {base.mask_token_id}"
+        return Named(kind="mask-token", words=words)
+    return None
+
+
+def _readings(base: Reading, subject: Subject) -> Iterator[tuple[str, str, Reading]]:
+    """(name, words, reading): what inference may do otherwise than training."""
+    for difference, reading in globals_of(base):
+        yield KINDS[difference.name], difference.words, reading
+    lower = replace(base, shift=-1, until=-1)
+    yield "positions", "the block stands one position too low, and its context ends one early", lower
+    flipped = tuple(replace(view, causal=not view.causal) for view in base.layers)
+    for causal in (True, False):
+        if {view.causal for view in base.layers} != {causal}:
+            layers = tuple(replace(view, causal=causal) for view in base.layers)
+            words = f"all layers are {'causal' if causal else 'bidirectional'} within the block"
+            yield "within", words, replace(base, layers=layers)
+    for layer, view in enumerate(flipped):
+        words = f"layer {layer} is {'causal' if view.causal else 'bidirectional'} within the block"
+        yield "within", words, base.with_layer(layer, view)
+    if any(view.window for view in base.layers):
+        yield (
+            "window",
+            "no layer has a window",
+            replace(base, layers=tuple(replace(view, window=None) for view in base.layers)),
+        )
+        for origin in ("query", "anchor"):
+            for step in (0, 1, -1):
+                layers = tuple(
+                    replace(v, window_from=origin, window=v.window + step if v.window else None)
+                    for v in base.layers
+                )
+                if layers != base.layers and all(v.window is None or v.window > 0 for v in layers):
+                    size = next(view.window for view in layers if view.window)
+                    yield (
+                        "window",
+                        f"a window of {size} from the {origin}",
+                        replace(base, layers=layers),
+                    )
+    for count in range(2, subject.block + 1):
+        yield "context", f"the last {count} states are missing", replace(base, until=-count)
+        yield "context", f"the first {count} states are missing", replace(base, drop_first=count)
+    slices = len(subject.recipe.conditioning.layers)
+    for rolled in range(1, slices):
+        yield "slices", f"fc's slices are rolled by {rolled}", replace(base, rolled=rolled)
+    if slices > 1:
+        yield "slices", "fc's slices are in reverse", replace(base, reversed_slices=True)
+    width = subject.adapter.width**0.5
+    for scale, words in ((width, "times sqrt(D)"), (1 / width, "over sqrt(D)")):
+        yield "embedding", f"the block's embeddings {words}", replace(base, scale=scale)
+
+
+def _heads(subject: Subject, head: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Other rows for the head."""
+    table = subject.parameters.get("embed_tokens.weight")
+    if table is not None and table.shape == head.shape:
+        yield "the embedding's rows serve as head", table.detach()
+    for step in (1, -1):
+        yield f"the head's rows are {step} off", head.roll(step, 0)
+    try:
+        own = subject.reference(subject.batch).head
+    except Missing:
+        return
+    if own.shape == head.shape and not torch.equal(own, head):
+        yield "the target's own head is used, which is not the step's", own
+    elif len(own) > len(head):
+        yield "the first rows of the target's head stand for the draft's vocabulary", own[: len(head)]
+
+
+def _tables(table: Tensor, head: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Other embeddings."""
+    if table.shape == head.shape:
+        yield "the head's rows serve as embedding", head
+    for step in (1, -1):
+        yield f"the embedding's rows are {step} off", table.roll(step, 0)
+
+
+def precision_of(look: Look, lens: Lens | str) -> torch.dtype:
+    """The coarsest of the step's products and its head."""
+    held = look.shown.head.dtype
+    coarse = torch.bfloat16 if held in (torch.bfloat16, torch.float16) else held
+    products = coarse if isinstance(lens, str) else lens.precision
+    return max((coarse, products), key=list(LEAST).index)
+
+
+def limit_of(look: Look, lens: Lens | str) -> float:
+    """Distance up to which rounding may be the reason."""
+    least = LEAST[precision_of(look, lens)]
+    return least if isinstance(lens, str) else max(least, lens.limit())
+
+
+ALL = 10**6
+"""Blocks of a look that a lens computes twice where every one is to be compared."""
+
+
+def logits_of(look: Look, hidden: Tensor) -> Tensor:
+    """[A, B - 1, V] of hidden states [A, B, D] that enter the step's head, in float64."""
+    return hidden.detach()[:, 1:].double() @ look.shown.head.detach().double().T
+
+
+def is_declared_gap(subject: Subject, words: str) -> bool:
+    """Whether a difference is the one that the recipe declares itself: windows counted from the anchor, which readers
+    count from each query. It is told, not judged: `parity impact` says what it does."""
+    attention = subject.recipe.attention
+    return attention.window_from == "anchor" and words.startswith(
+        f"a window of {attention.window} from the query"
+    )

@@ -1,0 +1,215 @@
+"""The reading of a loss in words and tables.
+
+sentence(reading, law, found, slots, declared_reduction)    # hard CE on the teacher's argmax, weights exp with ...
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from parity.probes.instruments.loss.head_gradient import SOFT, AtHead
+from parity.probes.instruments.loss.slot_weights import Law, Slots
+from parity.probes.instruments.loss.solve import Found, Reading, soft
+from parity.probes.subject import Subject
+from parity.reports.record import Chart, Column, Table, Value
+
+IDENTIFIABLE = 0.05
+"""Share that another term could have unseen, from which on the mix is called not identifiable."""
+RIGHT = 0.1
+"""Share of slots on which drafts have to be right, and wrong, for a streak to show in the weights."""
+WORDS = {
+    "kl": "KL to the teacher",
+    "rkl": "reverse KL",
+    "js": "Jensen-Shannon divergence",
+    "tv": "total variation",
+    "nla": "-log(1 - TV)",
+    "lk": "LK",
+    "smoothing": "label smoothing",
+}
+
+
+def origin(source: str) -> str:
+    return "the teacher's argmax" if source.startswith("teacher") else "the data's token"
+
+
+def mixture_words(terms: Mapping[str, float]) -> str:
+    parts = [f"{100 * share:.4g} % {WORDS.get(name, name.upper())}" for name, share in terms.items()]
+    return " + ".join(parts)
+
+
+def _terms_words(reading: Reading) -> str:
+    """`hard CE on the teacher's argmax`, or shares."""
+    parts, shares = [], reading.fit.shares
+    for name, share in shares.items():
+        term, _, source = name.partition(":")
+        words = WORDS.get(term, "")
+        if term.startswith("ce"):
+            shift = source[-2:] if source[-2] in "+-" else ""
+            words = f"hard CE on {origin(source)}" + (f" of token {shift}" if shift else "")
+        error = reading.fit.errors[name]
+        number = f"{100 * share:.2f} % " if len(shares) > 1 else ""
+        parts.append(number + words + (f" (standard error {100 * error:.1g} %)" if len(shares) > 1 else ""))
+    text = " + ".join(parts)
+    if any(name in SOFT or "@" in name for name in shares):
+        text += f", temperature {reading.heat:.4g}"
+    others = [" + ".join(fit.shares) for fit in reading.fit.alike]
+    return text + (f" (or {' or '.join(others)})" if others else "")
+
+
+def _square_words(found: Found) -> str:
+    if not found.squared:
+        return ""
+    square = next(iter(found.squared.values()))
+    return f" ({' and '.join(WORDS[name] for name in found.squared)} times T^2 = {square:.4g})"
+
+
+def law_words(law: Law, slots: Slots) -> str:
+    low, high = int(slots.slot.min()), int(slots.slot.max())
+    over = f"over slots {low}-{high}" if high > low else f"on slot {low}"
+    if high == low:
+        return f"one slot a block ({over}), so no position weights"
+    number = "".join(f" with {name} {value:.2f}" for name, value in law.parameters.items())
+    words = {
+        "uniform": "weights uniform",
+        "exp": f"weights exp{number}",
+        "per-slot": f"weights of the slot alone, in no known form ({_profile_words(slots)})",
+        "per-block": f"{law.note}{number}",
+        "streak": f"weights that depend on the slot and on {law.note}{number}",
+        "dpace-confidence": f"weights of D-PACE's confidences alone{number}",
+        "dpace-continuation": f"weights of D-PACE's continuation alone{number}",
+        "dpace-attached": f"D-PACE weights{number} through which the gradient flows",
+        "dpace": f"weights D-PACE{number}",
+        "unknown": f"weights in no known form ({_profile_words(slots)})",
+    }[law.kind]
+    if law.kind == "dpace" and law.note:
+        words += f" ({law.note})"
+    return f"{words} {over}"
+
+
+def profile(slots: Slots) -> dict[int, float]:
+    """Mean weight of every slot number, of slot 1's."""
+    means = {int(k): float(slots.weight[slots.slot == k].mean()) for k in np.unique(slots.slot)}
+    first = next(iter(means.values()))
+    return {k: value / first for k, value in means.items()}
+
+
+def _profile_words(slots: Slots) -> str:
+    return ", ".join(f"{value:.3g}" for value in profile(slots).values())
+
+
+def declared_law(subject: Subject) -> str:
+    weights = subject.recipe.loss.weights
+    return {
+        "exp": f"exp with gamma {weights.gamma}",
+        "dpace": f"D-PACE with alpha {weights.alpha}",
+        "uniform": "uniform",
+    }[weights.kind]
+
+
+def reduction_words(name: str) -> str:
+    known = {
+        "weighted_mean": "weighted mean",
+        "mask_mean": "mean over trained slots",
+        "batch_mean": "sum over the number of samples",
+        "sum": "plain sum",
+    }
+    return known.get(name, f"sum over the number of {name}")
+
+
+def _reduction(law: Law, found: Found, wanted: str) -> str:
+    if law.kind == "per-block":
+        return law.note
+    if wanted in found.reductions:
+        return wanted
+    return found.reductions[0] if found.reductions else "not recognised"
+
+
+def _hits(slots: Slots) -> str:
+    """What cannot be seen where drafts are hardly ever right, or always."""
+    share = float(slots.right.mean())
+    if RIGHT <= share <= 1 - RIGHT or len(set(slots.slot)) < 2:
+        return ""
+    return f"; drafts are right on {share:.0%} of slots, so weights that depend on it would not show"
+
+
+def sentence(reading: Reading, law: Law, found: Found, slots: Slots, wanted: str) -> str:
+    zero = "slot 0 unweighted" if not found.slot0 else f"slot 0 weighs {found.slot0:.3g} of slot 1"
+    parts = [_terms_words(reading) + _square_words(found), law_words(law, slots), zero]
+    reduction = _reduction(law, found, wanted)
+    parts.append(
+        reduction_words(reduction)
+        if reduction != "not recognised"
+        else f"divided by {found.denominator:.5g}, which is not recognised"
+    )
+    hidden = max(found.unseen.items(), key=lambda pair: pair[1], default=None)
+    text = ", ".join(parts) + f" (residual {reading.fit.residual:.1g}, limit {reading.fit.limit:.1g}"
+    if hidden is not None:
+        name, bound = hidden
+        if bound > IDENTIFIABLE:
+            text += f"; mix not identifiable: {100 * bound:.2g} % {WORDS[name]} would not show"
+        else:
+            text += f"; {100 * bound:.1g} % of another term would show"
+    return text + _hits(slots) + ")"
+
+
+def facts(reading: Reading, law: Law, found: Found, wanted: str) -> dict[str, Value]:
+    facts: dict[str, Value] = {"loss.recognised": True, "loss.residual": reading.fit.residual}
+    facts |= {f"loss.share.{name}": round(share, 6) for name, share in found.terms.items()}
+    hard = [name.split(":")[1] for name in reading.fit.shares if name.startswith("ce")]
+    if hard:
+        facts["loss.labels"] = ", ".join(hard)
+    if soft(reading):
+        facts["loss.temperature"] = reading.heat
+    if found.squared:
+        facts["loss.times_temperature_squared"] = ", ".join(found.squared)
+    facts["loss.weights"] = law.kind
+    facts |= {f"loss.{name}": round(value, 6) for name, value in law.parameters.items()}
+    facts["loss.slot0"] = round(found.slot0, 6)
+    facts["loss.reduction"] = _reduction(law, found, wanted)
+    facts["loss.denominator"] = round(found.denominator, 6)
+    return facts
+
+
+def term_table(reading: Reading, found: Found) -> Table:
+    rows: list[tuple[Value, ...]] = [
+        (name, share, reading.fit.errors[name], None) for name, share in reading.fit.shares.items()
+    ]
+    rows += [(name, 0.0, None, bound) for name, bound in found.unseen.items()]
+    return Table(
+        name="loss.terms",
+        title="Terms of the loss, from the gradient at the head's input",
+        columns=(
+            Column(key="term", title="term"),
+            Column(key="share", title="share", kind="float"),
+            Column(key="error", title="standard error", kind="float"),
+            Column(key="unseen", title="would show above", kind="float"),
+        ),
+        rows=tuple(rows),
+        caption=f"Residual {reading.fit.residual:.2g}, limit {reading.fit.limit:.2g}; teacher: {reading.teacher_from}.",
+        detail=True,
+    )
+
+
+def slot_table(at: AtHead, reading: Reading, law: Law, slots: Slots) -> Table:
+    rows: list[tuple[Value, ...]] = []
+    first = float(slots.weight[slots.slot == slots.slot.min()].mean()) or 1.0
+    for place in range(at.shape[1]):
+        weights = reading.fit.weights[(at.slot == place).numpy()] / first
+        where = slots.slot == place
+        expected = float(law.raw[where].mean() * law.scale / first) if where.any() else None
+        if len(weights):
+            numbers = (float(weights.mean()), float(weights.min()), float(weights.max()))
+            rows.append((place, len(weights), *numbers, expected))
+        else:
+            rows.append((place, 0, 0.0, 0.0, 0.0, None))
+    names = ("slot", "slots", "mean", "least", "largest", "law")
+    titles = ("slot", "trained", "weight", "least", "largest", f"{law.kind} gives")
+    kinds = ("int", "int", "float", "float", "float", "float")
+    return Table(
+        name="loss.slots",
+        title="Weight of every slot, of slot 1's",
+        columns=tuple(Column(key=k, title=t, kind=d) for k, t, d in zip(names, titles, kinds, strict=True)),  # type: ignore[arg-type]
+        rows=tuple(rows),
+        chart=Chart(kind="profile", x="slot", y="mean"),
+        detail=True,
+    )

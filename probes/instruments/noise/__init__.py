@@ -1,0 +1,1 @@
+"""Finding noise: downstream of fc, and draws that are shared."""

@@ -1,0 +1,99 @@
+"""Findings that another finding makes worthless: what a probe reads where its own ground is already known to be wrong.
+
+    answers = judged(subject, answers)
+
+A probe asks one question and supposes the rest to be as declared. Where another probe found that it is not, some
+of what it reports is a consequence and no second fault.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from parity.probes.base import Answer
+from parity.reports.record import Finding
+
+if TYPE_CHECKING:
+    from parity.probes.subject import Subject
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clouded:
+    """Findings that say nothing where another is there, which alone makes a trainer show them that is right besides."""
+
+    cause: str
+    """Fault of one probe."""
+    faults: tuple[str, ...]
+    """Faults of other probes that are then not judged."""
+    why: str
+    holds: Callable[["Subject"], bool] = lambda subject: True
+    """Whether it is so for this trainer, where the cause alone does not say."""
+
+
+def _detached(subject: "Subject") -> bool:
+    """Whether nothing of the states reaches the drafted hidden states by gradient."""
+    hidden = subject.shown.hidden
+    (moved,) = torch.autograd.grad(hidden.sum(), subject.shown_states, retain_graph=True, allow_unused=True)
+    return moved is None or not bool(moved.any())
+
+
+CLOUDED = (
+    Clouded(
+        cause="noise-on-teacher",
+        faults=("teacher-head", "label-unrecognised"),
+        why="labels and teacher logits are made from states with noise, and differ from the target's own by that alone",
+    ),
+    Clouded(
+        cause="trained-without-gradient",
+        faults=("window-undeclared",),
+        why="no gradient reaches the conditioning states, so none says what a layer sees of them",
+        holds=_detached,
+    ),
+    Clouded(
+        cause="noise-behind-fc",
+        faults=("drafter-not-recognised",),
+        why="the drafter's states hold noise, and are no declared drafter's by that alone",
+    ),
+    Clouded(
+        cause="loss-head",
+        faults=("label-unknown", "label-unrecognised", "teacher-head"),
+        why="labels and the teacher are read through the target's head, and the draft's logits are made by another",
+    ),
+    *(
+        Clouded(
+            cause=cause,
+            faults=("label-unrecognised",),
+            why="labels are read from the gradient of the declared loss, and this is another loss",
+        )
+        for cause in ("loss-unrecognised", "loss-temperature")
+    ),
+)
+"""A row has to be seen, in the matrix of planted faults or in a user's trainer: the cause alone, and the faults
+reported. A name that says more (another layer, another offset) is no row's: it cannot come from the cause."""
+
+
+def judged(subject: "Subject", answers: Sequence[tuple[str, Answer]]) -> list[tuple[str, Answer]]:
+    """Answers in which what `CLOUDED` cannot judge is skipped, with the reason and what was seen."""
+    found = {f.fault for _, answer in answers for f in answer.findings if f.outcome == "fail"}
+    rows = {
+        fault: row
+        for row in CLOUDED
+        if row.cause in found and found & set(row.faults) and row.holds(subject)
+        for fault in row.faults
+    }
+
+    def one(finding: Finding) -> Finding:
+        row = rows.get(finding.fault or "")
+        if row is None or finding.outcome != "fail":
+            return finding
+        return replace(
+            finding,
+            outcome="skipped",
+            fault=None,
+            sentence=f"not judged, since {row.cause} was found: {row.why}. What was seen: {finding.sentence}",
+            next_step=f"put {row.cause} right, and check again",
+        )
+
+    return [(name, replace(a, findings=tuple(map(one, a.findings)))) for name, a in answers]

@@ -1,0 +1,1 @@
+"""Probes of a target: what workers captured is compared."""

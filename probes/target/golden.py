@@ -1,0 +1,84 @@
+"""Does the model compute in float32 what a true fp64 pass computes?
+
+Bug it finds: a fallback whose semantics are wrong, which two backends may share. Test: relative L2 of
+every layer against a golden pass whose operators are independent recurrences, judged by the rounding
+floor of float32. Cost: one fp64 forward. Faults: `semantics`.
+"""
+
+from parity.comparison.tolerance import FLOOR_MARGIN, default_floor, rms
+from parity.kernel.sums import pair_stats
+from parity.probes.base import Answer, Evidence, evidence_of, skipped, token_errors
+from parity.reports.record import Finding
+
+
+class AgainstGolden:
+    """Holds torch's float32 states against fp64."""
+
+    name = "golden"
+
+    def run(self, evidence: Evidence) -> Answer:
+        """One finding: the worst tap, in multiples of the rounding floor; with a rolled copy as control."""
+        why = evidence.why_not("torch.fp32", "golden")
+        if why:
+            return skipped("golden", why, "capture with --backend golden, or on a machine with more memory")
+        gold, run = evidence.traces["golden"], evidence.traces["torch.fp32"]
+        if not gold.manifest.backend.valid:
+            return Answer(
+                findings=(
+                    Finding(
+                        name="golden",
+                        outcome="error",
+                        sentence="the golden pass is not fp64: " + gold.manifest.backend.problems[0],
+                        next_step="report it with `parity env`",
+                    ),
+                )
+            )
+        times, controls = {}, []
+        for tap in run.taps:
+            info = run.tap(tap)
+            depth = (
+                info.layer + 1
+                if info.layer is not None
+                else 0
+                if tap == "embed.out"
+                else len(evidence.target["layer_types"])
+            )
+            limit = FLOOR_MARGIN["semantic"].rms * default_floor("float32", depth).rms
+            pairs = [(run.tensor(r.id, tap), gold.tensor(r.id, tap)) for r in run.requests]
+            errors = [token_errors(pair_stats(a, b, full=False)) for a, b in pairs]
+            times[tap] = max(rms(error) for error in errors) / limit
+            controls.append(
+                max(rms(token_errors(pair_stats(a, b.roll(1, 0), full=False))) for a, b in pairs) / limit > 1
+            )
+        return Answer(findings=(self._finding(times, controls),))
+
+    def _finding(self, times: dict[str, float], controls: list[bool]) -> Finding:
+        worst = max(times, key=lambda tap: times[tap])
+        shown = evidence_of(
+            taps=len(times), nearest_tap=worst, of_its_limit=times[worst], controls_refused=sum(controls)
+        )
+        if not all(controls):
+            return Finding(
+                name="golden",
+                outcome="error",
+                evidence=shown,
+                next_step="capture more than one token",
+                sentence=f"no power: {controls.count(False)} taps rolled by one token passed the gate",
+            )
+        if not times[worst] <= 1:
+            first = next(tap for tap, value in times.items() if not value <= 1)
+            return Finding(
+                name="golden",
+                outcome="fail",
+                fault="semantics",
+                evidence=shown,
+                sentence=f"torch in float32 leaves the fp64 pass at {first}, by {times[first]:.3g} times the limit",
+                next_step="compare that layer's operators with the fp64 recurrence: finding `operators`",
+            )
+        return Finding(
+            name="golden",
+            outcome="pass",
+            evidence=shown,
+            sentence=f"torch in float32 agrees with a true fp64 pass at all {len(times)} taps; the nearest, {worst}, "
+            f"is at {times[worst]:.2g} of its limit",
+        )

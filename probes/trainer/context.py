@@ -1,0 +1,362 @@
+"""What can a block see?
+
+First exactly, through every trainer: the gradient of a random projection of each block's hidden states at every
+captured state is 0, or it is not. It must be non-zero strictly before the anchor in the anchor's own document (within
+the window, where all layers slide) and zero everywhere else: at the anchor and behind it, in other documents, on
+padding. Then tokens are exchanged: the token of another block's anchor, every token that is no anchor, the embedding
+rows of all tokens but the mask token; no bit may move. Its own anchor's token and the mask token's row must move it.
+
+Then by comparison, where the parameters have z-lab's names: a drafter that is written a second time
+(`adapters.reference_drafter`) computes in float64 what the step should give under the recipe; where it differs,
+other readings are tried (windows, direction within the block, positions, rope, norm, embedding) and the one that agrees
+is named. The limit is 10 times the rounding error of the same arithmetic in the trainer's own precision,
+measured beside it (float32: about 1e-6 of a hidden state; bfloat16 products: about 1e-2). Attention weighs little in a
+fresh narrow drafter, so its output projections are scaled to add about as much as the residual for the comparison.
+
+What it cannot see: rope turns relative positions, so positions that do not restart in each document; the token ids'
+order. Cost: one forward and a backward for each of at most 6 anchors, and for each slot of one, about 10 forwards,
+and a row as long as the window where a layer slides (up to 4,096 tokens).
+
+Finds: SpecForge#470 and #472 (blocks of the wrong place, padding), speculators#686 (a mask that masks nothing),
+vllm#47745 (causal flag), speculators 0.9.0's windows counted from the anchor, SpecForge#604 (mask token).
+Faults: the `context` rows of `parity.probes.deviations`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from parity.probes.base import Answer
+from parity.probes.instruments.drafter.hypotheses import Difference, Lens, Match, awake, layer_differences
+from parity.probes.instruments.drafter.receptive_field import Look, exchange, filling_rows, other_rows
+from parity.probes.instruments.drafter.reference import Reading, changed, reach
+from parity.probes.subject import Fault, Subject, Text, answer
+from parity.reports.record import Finding, Value
+
+ANCHORS = 6
+"""Blocks that are asked: two a document of the shared row."""
+LONGEST = 4096
+"""Tokens of the longest row that is made to see a window's edge."""
+WINDOWS = ("window-size", "window-from", "window-ignored", "window-undeclared")
+STEPS = 64
+"""How far from the declared one a window is looked for where only the whole stack's reach is seen."""
+
+
+class Context:
+    """Reachability, then the comparison."""
+
+    name = "context"
+
+    def run(self, subject: Subject) -> Answer:
+        """One finding a fault."""
+        with changed(subject.parameters, awake(subject.parameters)):
+            return self._run(subject)
+
+    def _run(self, subject: Subject) -> Answer:
+        configured = subject.adapter.configured
+        reading = Reading.declared(subject.recipe, configured)
+        looks = [Look(subject, subject.batch, subject.anchors(subject.batch, ANCHORS))]
+        notes: list[str] = []
+        if subject.recipe.attention.window is not None:
+            longer = window_row(subject, subject.recipe.attention.window)
+            looks += [longer] if isinstance(longer, Look) else []
+            notes += [longer] if isinstance(longer, str) else []
+        seen = [Seen.of(look, reading) for look in looks]
+        leaks, tokens = _once([fault for each in seen for fault in each.leaks()]), _tokens(looks[0])
+        faults = _ordered(leaks, tokens)
+        row, filled = _mask_row(
+            looks[0], reading.mask_token_id, any(each.name == "block-tokens" for each in tokens)
+        )
+        faults += row
+        lens = Lens.of(looks, replace(reading, mask_token_id=filled, until=max(each.edge for each in seen)))
+        match = lens if isinstance(lens, str) else lens.match(rope_known=configured is not None)
+        if isinstance(match, str):
+            notes.append(match)
+        named = [each.windows() for each in seen]
+        faults += _reconciled(faults, match, [fault for each in named for fault in each])
+        sentence, facts = _told(subject, seen, match, filled, notes)
+        made = answer(self.name, sentence, _once(faults), facts=facts)
+        if not isinstance(match, str):
+            return made
+        unread = Finding(
+            name=f"{self.name}.layers",
+            outcome="skipped",
+            sentence=f"not asked, layer by layer: direction within the block, windows, positions, rope; {match}",
+            next_step="show the drafter's parameters by z-lab's names; `draft` lets `decode` compare the rest",
+        )
+        return replace(made, findings=(*made.findings, unread))
+
+
+def window_row(subject: Subject, window: int) -> Look | str:
+    """One document in which two blocks stand further from its beginning than the window reaches, or why not."""
+    length = window + 4 * subject.block
+    if length > LONGEST:
+        return f"its edge was not tested, since a window of {window} needs a row longer than {LONGEST} tokens"
+    batch = subject.row([Text(length=length)], seed=1)
+    possible = subject.candidates(batch).nonzero().squeeze(-1)
+    fits = possible[possible > window + 1]
+    if not len(fits):
+        return f"its edge was not tested, since no anchor stands behind token {window + 1}"
+    return Look(subject, batch, torch.tensor(sorted({int(fits[0]), int(fits[-1])})))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Seen:
+    """What moves the blocks of one row, and what should."""
+
+    look: Look
+    reading: Reading
+    strength: Tensor
+    """[A, S] gradients."""
+    wanted: Tensor
+    """bool [A, B, S]"""
+    chosen: int
+    """The block that stands last in its document: it can see most."""
+    slots: Tensor
+    """bool [asked, S] what moves each of its slots that is asked."""
+
+    @classmethod
+    def of(cls, look: Look, reading: Reading) -> "Seen":
+        """By one backward a block, and one a slot of the chosen block."""
+        chosen = int(look.batch.position[look.anchors].argmax())
+        return cls(
+            look=look,
+            reading=reading,
+            strength=look.strengths(),
+            wanted=reach(reading, look.row),
+            chosen=chosen,
+            slots=look.slots(chosen),
+        )
+
+    @property
+    def ahead(self) -> Tensor:
+        """[A, S] position of every token of a block's own document, counted from its anchor; far ahead for others."""
+        row = self.look.row
+        ahead = row.position[None] - row.position[row.anchors][:, None]
+        return torch.where(self.own, ahead, torch.full_like(ahead, 2**40))
+
+    @property
+    def own(self) -> Tensor:
+        """bool [A, S] tokens of a block's own document."""
+        row = self.look.row
+        return row.document[None] == row.document[row.anchors][:, None]
+
+    @property
+    def edge(self) -> int:
+        """How far past the anchor every block sees: 0 is right, 1 takes in its own state; 0 where blocks differ."""
+        past = (self.strength > 0) & self.own & (self.ahead >= 0)
+        ends = {int(each.sum()) for each in past}
+        return ends.pop() if len(ends) == 1 else 0
+
+    def leaks(self) -> list[Fault]:
+        """States that move a block and must not."""
+        document, ahead, extra = self.look.row.document[None], self.ahead, self.strength > 0
+        real = int((document >= 0).sum())
+        if bool(extra[(document >= 0).expand_as(extra)].all()) and len(document.unique()) > 1:
+            words = f"each of {len(extra)} blocks is moved by all {real} states of the row"
+            return [Fault(name="mask-ignored", measured=words, evidence=(("states", real),))]
+        kinds = {
+            "context-padding": extra & (document < 0),
+            "context-documents": extra & (document >= 0) & ~self.own,
+            "context-future": extra & self.own & (ahead > 0),
+            "context-anchor": extra & self.own & (ahead == 0),
+        }
+        strongest = float(self.strength.max())
+        faults = []
+        for name, where in kinds.items():
+            if bool(where.any()):
+                blocks = int(where.any(1).sum())
+                share = float(self.strength[where].max()) / strongest
+                block, token = where.nonzero()[0].tolist()
+                words = (
+                    f"{int(where.sum())} states in {blocks} of {len(where)} blocks, with up to {share:.2g} of the"
+                    f" strongest gradient; the block at token {int(self.look.anchors[block])} is moved by token {token}"
+                )
+                evidence: tuple[tuple[str, Value], ...] = (("states", int(where.sum())), ("strength", share))
+                faults.append(Fault(name=name, measured=words, evidence=evidence))
+        return faults
+
+    def windows(self) -> list[Fault]:
+        """States before the anchor that a slot of the chosen block sees or misses against the recipe."""
+        before = self.own[self.chosen] & (self.ahead[self.chosen] < 0)
+        found, wanted = self.slots & before, self.wanted[self.chosen, self.look.asked] & before
+        missing = wanted & ~found
+        if bool(missing.any()):
+            again = Look(self.look.subject, self.look.batch, self.look.anchors, states=6)
+            found = found | (again.slots(self.chosen) & before)
+        if torch.equal(found, wanted):
+            return self._missing_elsewhere()
+        more, less = int((found & ~wanted).sum()), int((wanted & ~found).sum())
+        at = int(self.look.anchors[self.chosen])
+        words = f"slots of the block at token {at} see {more} states more and {less} fewer"
+        evidence: tuple[tuple[str, Value], ...] = (("more", more), ("fewer", less))
+        inside = self.own & (self.ahead < 0)
+        for difference, reading in _other_windows(self.reading):
+            other = reach(reading, self.look.row)
+            same = torch.equal(other[self.chosen, self.look.asked] & before, found)
+            if same and torch.equal(other.any(1) & inside, (self.strength > 0) & inside):
+                return [
+                    Fault(name=difference.name, measured=f"{difference.words}; {words}", evidence=evidence)
+                ]
+        name = "context-missing" if less else "window-ignored"
+        return [Fault(name=name, measured=words, evidence=evidence)]
+
+    def _missing_elsewhere(self) -> list[Fault]:
+        """States that another block should see, all slots together, and does not."""
+        missing = self.wanted.any(1) & (self.strength == 0)
+        if bool(missing.any()):
+            missing &= Look(self.look.subject, self.look.batch, self.look.anchors, states=6).strengths() == 0
+        if not bool(missing.any()):
+            return []
+        block, token = missing.nonzero()[0].tolist()
+        at = int(self.look.anchors[block])
+        words = f"{int(missing.sum())} states, the first at token {token} for the block at token {at}"
+        return [Fault(name="context-missing", measured=words, evidence=(("states", int(missing.sum())),))]
+
+
+def _other_windows(reading: Reading) -> list[tuple[Difference, Reading]]:
+    """The declared layers with another window in all sliding ones, none, or one in all full ones."""
+    others = []
+    windows = {view.window for view in reading.layers if view.window is not None}
+    for origin in ("query", "anchor"):
+        others.append([replace(view, window_from=origin) for view in reading.layers])
+    for window in windows:
+        for step in (step for size in range(1, STEPS) for step in (size, -size)):
+            if window + step > 0:
+                others.append(
+                    [replace(v, window=window + step if v.window else None) for v in reading.layers]
+                )
+        others.append([replace(view, window=None) for view in reading.layers])
+    if not windows:
+        others += [[replace(v, window=window) for v in reading.layers] for window in range(1, STEPS)]
+    made = (replace(reading, layers=tuple(layers)) for layers in others)
+    return [(found[0], each) for each in made if (found := layer_differences(reading, each))]
+
+
+# --- tokens -------------------------------------------------------------------------------------------
+
+
+def _tokens(look: Look) -> list[Fault]:
+    """Which tokens' embeddings move a block: its own anchor's, and no other."""
+    vocabulary, mask = look.subject.adapter.vocabulary, look.subject.recipe.block.mask_token_id
+    made, faults = exchange(look, vocabulary, mask), list[Fault]()
+    if bool(made.still[:, 0].any()):  # then what fills slot 0 is some other token
+        still = int(made.still[:, 0].sum())
+        words = f"slot 0 of {still} of {len(made.still)} blocks does not move when its anchor's token is exchanged"
+        faults.append(Fault(name="block-anchor", measured=words, evidence=(("blocks", still),)))
+    if made.other is not None:
+        size, block, anchor = made.other
+        words = (
+            f"the block at token {block} moves by {size:.3g} when the token at anchor {anchor} is exchanged"
+        )
+        faults.append(Fault(name="block-other", measured=words, evidence=(("change", size),)))
+    most = float(made.text.max())
+    if most > 0:
+        slots = [slot for slot in range(look.subject.block) if float(made.text[:, slot].max()) > 0]
+        words = f"slots {slots} move by up to {most:.3g} when all tokens but the anchors' are exchanged"
+        faults.append(Fault(name="block-tokens", measured=words, evidence=(("change", most),)))
+    return faults
+
+
+def _mask_row(look: Look, declared: int, text: bool) -> tuple[list[Fault], int]:
+    """Which row of the embedding fills the slots, by changing rows; the declared one where none can be changed. text:
+    whether other tokens of the row enter the blocks, whose rows then move them too."""
+    table = look.subject.parameters.get("embed_tokens.weight")
+    if table is None or declared >= len(table):
+        return [], declared
+    with other_rows(table, torch.tensor([declared])):
+        own = float(look.moved()[:, 1:].max())
+    ids = torch.arange(len(table))
+    known = torch.cat(
+        (look.batch.tokens if text else look.batch.tokens[look.anchors], torch.tensor([declared]))
+    )
+    rest = ids[~torch.isin(ids, known)]
+    if own > 0:
+        with other_rows(table, rest):
+            more = float(look.moved().max())
+        if more == 0:
+            return [], declared
+    rows = filling_rows(lambda: bool((look.moved()[:, 1:] > 0).any()), table, rest).tolist()
+    if not rows:  # rows that are not the step's own, or slots that no row fills
+        return [], declared
+    words = f"rows {rows[:4]} of the embedding move the slots, token {declared} {'too' if own > 0 else 'does not'}"
+    return [Fault(name="mask-token", measured=words, evidence=(("token", int(rows[0])),))], int(rows[0])
+
+
+# --- telling ------------------------------------------------------------------------------------------
+
+
+def _reconciled(faults: Sequence[Fault], match: Match | str, windows: Sequence[Fault]) -> list[Fault]:
+    """Faults of the comparison, and of the reach where the comparison does not name the same better."""
+    if isinstance(match, str) or match.agrees:
+        return list(windows)
+    evidence: tuple[tuple[str, Value], ...] = (("distance", match.declared), ("limit", match.limit))
+    numbers = f"hidden states are {match.declared:.3g} from the declared ones (limit {match.limit:.2g})"
+    if match.reading is not None:
+        named = [
+            Fault(name=each.name, measured=f"{each.words}; {numbers}", evidence=evidence)
+            for each in match.differences
+        ]
+        return named + [fault for fault in windows if fault.name not in WINDOWS]
+    if faults or windows:  # what moves the block already says why it is another function
+        return list(windows)
+    words = f"{numbers}; the nearest reading, {match.nearest[0]}, is {match.nearest[1]:.3g} away"
+    return [Fault(name="drafter-not-recognised", measured=words, evidence=evidence)]
+
+
+def _ordered(leaks: Sequence[Fault], tokens: Sequence[Fault]) -> list[Fault]:
+    """A block that sees another block sees what that one may see: then this is told first, and of the rest only what
+    no other block explains. A state behind the anchor is told, and not its own beside it."""
+    if leaks and leaks[0].name == "mask-ignored":
+        return list(leaks)
+    names = {fault.name for fault in leaks}
+    if any(fault.name == "block-other" for fault in tokens):
+        return [*tokens, *(fault for fault in leaks if fault.name == "context-padding")]
+    kept = [fault for fault in leaks if not (fault.name == "context-anchor" and "context-future" in names)]
+    return [*kept, *tokens]
+
+
+def _once(faults: Sequence[Fault]) -> list[Fault]:
+    """Each name once, the first."""
+    return list({fault.name: fault for fault in reversed(faults)}.values())[::-1]
+
+
+def _told(
+    subject: Subject, seen: Sequence[Seen], match: Match | str, filled: int, notes: Sequence[str]
+) -> tuple[str, dict[str, Value]]:
+    """The sentence and its facts."""
+    right = sum(int((each.wanted.any(1) & (each.strength > 0)).sum()) for each in seen)
+    wanted = sum(int(each.wanted.any(1).sum()) for each in seen)
+    wrong = sum(int((~each.wanted.any(1) & (each.strength > 0)).sum()) for each in seen)
+    facts: dict[str, Value] = {
+        "context.reached": right,
+        "context.expected": wanted,
+        "context.undue": wrong,
+        "context.mask_token_id": filled,
+    }
+    words = (
+        f"blocks are moved by {right} of {wanted} states strictly before their anchor in its document"
+        f"{' and window' if subject.recipe.attention.window else ''}, and by {wrong} others"
+    )
+    if isinstance(match, Match):
+        read = match.reading
+        facts |= {"context.distance": match.declared, "context.precision": match.precision}
+        if read is not None:
+            for layer, view in enumerate(read.layers):
+                facts[f"context.layer.{layer}"] = str(view)
+            facts |= {
+                "context.rope.base": read.rope.rope_theta,
+                "context.rope.part": read.rope.partial_rotary_factor,
+            }
+            kinds = ", ".join(dict.fromkeys(str(view) for view in read.layers))
+            words += f"; {len(read.layers)} layers: {kinds}; rope base {read.rope.rope_theta:g}"
+        words += (
+            f"; hidden states are {match.declared:.2g} from the declared drafter's "
+            f"(limit {match.limit:.2g}, products in {match.precision})"
+        )
+        words += f"; not told apart: {', '.join(match.blind)}" if match.blind else ""
+    if not isinstance(match, str):
+        notes = [*notes, "rope is relative: whether positions restart in each document cannot be seen"]
+    return f"{words}; {'; '.join(notes)}", facts

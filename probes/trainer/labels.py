@@ -1,0 +1,338 @@
+"""Which token is slot k trained on?
+
+The label is read from the gradient at the head's input: of all tokens of the draft's vocabulary it is the one whose
+cross-entropy explains a slot's gradient (what soft terms and smoothing may add is projected out first). The row's
+tokens are all different, and the teacher's argmax after every token is another one, so that a label tells its source
+and its place; distributions are told by which state's they are. Which slots are trained at all is which get a
+gradient.
+
+Test: exact. A label counts as read where what is left of the slot's gradient is below 1e-5, or eight times what
+forming logits in the trainer's own dtypes changes (about .02 in bfloat16; the next best token leaves a third).
+The row is the shared one: a document whose successor has no prompt (labels could cross), a prompt, a hole in the loss
+mask, padding; anchors stand at each document's first and last possible place and before the hole.
+
+Bugs it finds: labels one token off (SpecForge#455, #885, speculators#760), labels of another document
+(speculators#901), trained prompts and holes, data for the teacher's argmax (speculators#818), wrong vocabulary
+maps. Cost: two steps, one gradient, one product of [slots, D] and [D, V]. Faults: the `label` rows of
+`parity.probes.deviations`.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parity.model.dflash.anchors import blocks_at
+from parity.model.dflash.mask import PADDING
+from parity.probes.base import Answer
+from parity.probes.instruments.loss.designed_row import Crafted
+from parity.probes.instruments.loss.head_gradient import AtHead
+from parity.probes.instruments.loss.labels import ENOUGH, Reading, told
+from parity.probes.subject import Fault, Subject, Text, answer
+from parity.reports.record import Column, Table, Value
+
+ASTRAY = 0.2
+"""Share of slots whose labels stand elsewhere than the others', from which on it is no repeated token."""
+
+
+class Labels:
+    """Reads labels from the gradient."""
+
+    name = "labels"
+
+    def run(self, subject: Subject) -> Answer:
+        """One finding a deviation, with the table of slots."""
+        step = told(subject)
+        crafted, at, reading = step.crafted, step.at, step.reading
+        if reading is None:
+            words = f"0 of {at.shape[0] * at.shape[1]} slots have a gradient"
+            fault = Fault(name="label-missing", measured=words)
+            return answer(self.name, "no slot is trained", [fault], facts={"labels.slots": 0})
+        slots = Slots.of(subject, crafted, at, reading)
+        sentence, facts = _sentence(subject, slots), _facts(slots)
+        if subject.recipe.block.documents == "prompt_masked":
+            crossing, beyond = _would_cross(subject)
+            sentence += f"; where a document begins without a prompt, {crossing} of {beyond} slots beyond"
+            sentence += " their document are trained (as declared: prompts mask them)"
+            facts["labels.would_cross"] = crossing
+        return answer(
+            self.name,
+            sentence,
+            _faults(subject, slots),
+            facts=facts,
+            tables=[_table(slots)],
+        )
+
+
+def _would_cross(subject: Subject) -> tuple[int, int]:
+    """(slots that get a gradient beyond their anchor's document, slots there) on a row without prompts."""
+    size = subject.block
+    batch = subject.row([Text(length=3 * size), Text(length=3 * size)], padding=1)
+    possible = (subject.candidates(batch) & (batch.document == 0)).nonzero().squeeze(-1)
+    anchors = possible[-min(3, len(possible)) :]
+    at = AtHead.of(subject.step(batch, subject.states(batch, grad=True), anchors=anchors))
+    beyond = anchors[:, None] + torch.arange(size) >= 3 * size
+    return int((at.index >= 3 * size).sum()), int(beyond.sum())
+
+
+# --- what the slots are trained on ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Slots:
+    """The reading, and what the recipe declares, slot by slot."""
+
+    at: AtHead
+    reading: Reading
+    crafted: Crafted
+    shift: int
+    """Where most labels stand, of anchor + slot."""
+    expected: Tensor
+    """bool [A, B] trained by the recipe."""
+    trained: Tensor
+    """bool [A, B] gets a gradient; slot 0 is left out."""
+    behind: Tensor
+    """bool [A, B] within the document, behind a hole in the loss mask, itself not one."""
+
+    @classmethod
+    def of(cls, subject: Subject, crafted: Crafted, at: AtHead, reading: Reading) -> "Slots":
+        batch, block = crafted.batch, subject.recipe.block
+        made = [
+            blocks_at(
+                crafted.anchors, batch.tokens, batch.loss_mask, batch.document, block.size, past_holes=past
+            ).supervised
+            for past in (True, False)
+        ]
+        expected = made[0] if block.past_holes else made[1]
+        if subject.recipe.labels == "data" and crafted.data is not None:
+            wanted = crafted.anchors[:, None] + torch.arange(block.size)
+            expected = expected & (crafted.at(crafted.data, wanted) >= 0)
+        trained = torch.zeros_like(expected)
+        trained[at.block, at.slot] = True
+        trained[:, 0] = False
+        read = reading.place >= 0
+        gaps = Counter((reading.place - at.index)[read].tolist())
+        return cls(
+            at=at,
+            reading=reading,
+            crafted=crafted,
+            shift=gaps.most_common(1)[0][0] if gaps else 0,
+            expected=expected,
+            trained=trained,
+            behind=made[0] & ~made[1],
+        )
+
+    @property
+    def place(self) -> Tensor:
+        """[n] token that the slot is trained on; where nothing was read, the one it stands for."""
+        return torch.where(self.reading.place >= 0, self.reading.place, self.at.index + self.shift)
+
+    @property
+    def counted(self) -> Tensor:
+        """bool [n]: not slot 0."""
+        return self.at.slot > 0
+
+    def among(self, values: Tensor, outside: int | bool) -> Tensor:
+        """[n] `values` [S] at `place`, `outside` where that lies beyond the row."""
+        beyond = (self.place >= len(values)) | (self.place < 0)
+        return torch.where(beyond, torch.tensor(outside).to(values), self.crafted.at(values, self.place))
+
+    @property
+    def document(self) -> Tensor:
+        """[n] of the label."""
+        return self.among(self.crafted.batch.document, PADDING)
+
+    @property
+    def own(self) -> Tensor:
+        """[n] document of the anchor."""
+        return self.crafted.batch.document[self.crafted.anchors[self.at.block]]
+
+    @property
+    def in_padding(self) -> Tensor:
+        """bool [n]."""
+        return (self.document == PADDING) & self.counted
+
+    @property
+    def crossing(self) -> Tensor:
+        """bool [n]: the label stands in another document than the anchor."""
+        return (self.document != self.own) & ~self.in_padding & self.counted
+
+    @property
+    def masked(self) -> Tensor:
+        """bool [n]: the label stands in the anchor's document where nothing is to be trained."""
+        masked = ~self.among(self.crafted.batch.loss_mask.bool(), True)
+        return masked & (self.document == self.own) & self.counted
+
+    @property
+    def unread(self) -> Tensor:
+        """bool [n]: no label found."""
+        return (self.reading.place < 0) & (self.reading.label < 0) & self.counted
+
+    @property
+    def unknown(self) -> Tensor:
+        """bool [n]: a token was read that is no label of any place of the row."""
+        return (self.reading.place < 0) & (self.reading.label >= 0) & self.counted
+
+    @property
+    def astray(self) -> Tensor:
+        """bool [n]: trained on the label of another place than most."""
+        return (self.reading.place >= 0) & (self.reading.place - self.at.index != self.shift) & self.counted
+
+    @property
+    def unmapped(self) -> Tensor:
+        """bool [n]: the label is the target's id of the slot's token, which is no id of the draft's vocabulary."""
+        raw = self.crafted.at(self.crafted.batch.tokens, self.at.index)
+        mapped = None if self.crafted.data is None else self.crafted.at(self.crafted.data, self.at.index)
+        same = (self.reading.label == raw % len(self.crafted.head)) & self.counted
+        return same if mapped is None else same & (mapped != raw)
+
+    @property
+    def missing(self) -> Tensor:
+        """bool [A, B]: to be trained, gets no gradient, and lies not behind a hole."""
+        return self.expected & ~self.trained & ~self.behind
+
+    @property
+    def share_behind(self) -> float | None:
+        """Share of slots behind a hole that are trained, None where there are none."""
+        return float(self.trained[self.behind].double().mean()) if self.behind.any() else None
+
+
+def _faults(subject: Subject, slots: Slots) -> list[Fault]:
+    """What is other than declared, the most telling first."""
+    reading, recipe = slots.reading, subject.recipe
+    total = int(slots.counted.sum())
+    if int(slots.unread.sum()) > (1 - ENOUGH) * total:
+        least = float(reading.left[slots.counted].median()) if total else float("nan")
+        words = f"{int(slots.unread.sum())} of {total} slots, of whose gradients {least:.2g} is left over (median)"
+        return [Fault(name="label-unrecognised", measured=words, evidence=(("left over", least),))]
+    faults = []
+    astray = slots.astray
+    raw = int(slots.unmapped.sum())
+    if recipe.draft_vocab is not None and raw > ASTRAY * total:
+        words = f"{raw} of {total} slots have the target's id of their token for a label, unmapped"
+        return [Fault(name="label-vocabulary", measured=words, evidence=(("slots", raw),))]
+    if int(astray.sum()) > ASTRAY * total:
+        words = f"{int(astray.sum())} of {total} slots are trained on labels of other places, {_where(slots, astray)}"
+        return [Fault(name="label-unknown", measured=words, evidence=(("slots", int(astray.sum())),))]
+    if slots.shift:
+        words = f"slot k is trained on token anchor + k {slots.shift:+d}, in {_most(slots)} of {total} slots"
+        faults.append(Fault(name="label-offset", measured=words, evidence=(("offset", slots.shift),)))
+    if int(slots.unknown.sum()):
+        names = sorted({int(each) for each in reading.label[slots.unknown]})[:6]
+        words = f"{int(slots.unknown.sum())} of {total} slots, draft ids {names}"
+        faults.append(
+            Fault(name="label-unknown", measured=words, evidence=(("slots", int(slots.unknown.sum())),))
+        )
+    wanted = {"data": "data", "teacher_argmax": "teacher"}.get(recipe.labels)
+    if wanted is not None and reading.kind in ("data", "teacher") and reading.kind != wanted:
+        words = f"{_most(slots)} of {total} slots are trained on {_WORDS[reading.kind]}, declared {_WORDS[wanted]}"
+        faults.append(Fault(name="label-source", measured=words, evidence=(("slots", _most(slots)),)))
+    at_own = not slots.shift
+    for name, found in (
+        ("label-prompt", slots.masked if at_own else slots.masked & False),
+        ("label-documents", slots.crossing if at_own else slots.crossing & False),
+        ("label-padding", slots.in_padding if at_own else slots.in_padding & False),
+    ):
+        if found.any():
+            where = _where(slots, found)
+            words = f"{int(found.sum())} of {total} slots, {where}"
+            faults.append(Fault(name=name, measured=words, evidence=(("slots", int(found.sum())),)))
+    if slots.missing.any():
+        block, slot = (int(each) for each in slots.missing.nonzero()[0])
+        words = f"{int(slots.missing.sum())} of {int(slots.expected.sum())} slots, the first at anchor "
+        words += f"{int(slots.crafted.anchors[block])} slot {slot}"
+        faults.append(
+            Fault(name="label-missing", measured=words, evidence=(("slots", int(slots.missing.sum())),))
+        )
+    return faults + _hole_faults(subject, slots)
+
+
+_WORDS = {
+    "data": "the data's token",
+    "teacher": "the teacher's argmax",
+    "distribution": "the teacher's distribution",
+}
+
+
+def _hole_faults(subject: Subject, slots: Slots) -> list[Fault]:
+    share, declared = slots.share_behind, subject.recipe.block.past_holes
+    if share != float(not declared) or slots.missing.any():
+        return []
+    words = f"{share:.0%} of {int(slots.behind.sum())} slots behind a hole are trained, "
+    words += f"declared past_holes: {str(declared).lower()}"
+    return [Fault(name="label-holes", measured=words, evidence=(("share", share),))]
+
+
+def _most(slots: Slots) -> int:
+    """How many slots are read at the common shift."""
+    same = (slots.reading.place - slots.at.index == slots.shift) & (slots.reading.place >= 0)
+    return int((same & slots.counted).sum())
+
+
+def _where(slots: Slots, found: Tensor) -> str:
+    first = int(found.nonzero()[0])
+    anchor = int(slots.crafted.anchors[slots.at.block[first]])
+    return f"the first at anchor {anchor} slot {int(slots.at.slot[first])}, trained on token {int(slots.place[first])}"
+
+
+def _sentence(subject: Subject, slots: Slots) -> str:
+    total = int(slots.counted.sum())
+    kind = _WORDS.get(slots.reading.kind, "something that is not recognised")
+    shift = f" {slots.shift:+d}" if slots.shift else ""
+    text = f"slot k is trained on {kind} for token anchor + k{shift} in {_most(slots)} of {total} slots"
+    crossing, padding, masked = (int(each.sum()) for each in (slots.crossing, slots.in_padding, slots.masked))
+    text += (
+        f"; {crossing} cross into another document, {padding} into padding, {masked} stand on masked tokens"
+    )
+    share = slots.share_behind
+    if share is not None:
+        text += f"; {share:.0%} of slots behind a hole are trained"
+    if slots.crafted.ids is None:
+        text += "; the draft vocabulary's tokens are not shown, so data labels cannot be told"
+    if slots.crafted.why_not and subject.recipe.labels != "data":
+        text += f"; {slots.crafted.why_not}"
+    return text
+
+
+def _facts(slots: Slots) -> dict[str, Value]:
+    return {
+        "labels.source": slots.reading.kind or None,
+        "labels.offset": slots.shift,
+        "labels.slots": int(slots.counted.sum()),
+        "labels.crossing": int(slots.crossing.sum()),
+        "labels.padding": int(slots.in_padding.sum()),
+        "labels.masked": int(slots.masked.sum()),
+        "labels.behind_holes": slots.share_behind,
+        "labels.unread": int(slots.unread.sum()),
+    }
+
+
+def _table(slots: Slots) -> Table:
+    at, reading, anchors = slots.at, slots.reading, slots.crafted.anchors
+    rows = [
+        (
+            int(anchors[at.block[n]]),
+            int(at.slot[n]),
+            int(at.index[n]),
+            int(reading.place[n]) if reading.place[n] >= 0 else None,
+            int(reading.label[n]) if reading.label[n] >= 0 else None,
+            float(reading.left[n]),
+        )
+        for n in range(len(at))
+    ]
+    return Table(
+        name="labels.slots",
+        title="What every slot is trained on, read from the gradient",
+        columns=(
+            Column(key="anchor", title="anchor", kind="int"),
+            Column(key="slot", title="slot", kind="int"),
+            Column(key="token", title="its token", kind="int"),
+            Column(key="read", title="trained on token", kind="int"),
+            Column(key="label", title="label", unit="draft id", kind="int"),
+            Column(key="left", title="left over", unit="relative", kind="float"),
+        ),
+        rows=tuple(rows),
+        caption=f"Source: {_WORDS.get(reading.kind, 'not recognised')}.",
+        detail=True,
+    )

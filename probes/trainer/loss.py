@@ -1,0 +1,268 @@
+"""What is being minimised?
+
+The gradient of the loss at the head's input is solved for what made it. Logits are formed here in float64; for
+every slot a term of weight 1 leaves a known gradient (`parity.probes.instruments.loss.head_gradient`), and one
+mixture of terms with
+one weight a slot has to give all of them. The weights are then explained: as a law of the slot, of D-PACE's
+confidence or of what the draft got right; their sum tells what is divided by.
+
+Test: exact. The residual is relative; its limit is 1e-6, or four times what forming the logits in the trainer's own
+dtypes changes (about 2e-7 in float32, .003 in bfloat16), measured beside it. What is above is *not recognised*: no
+term is named then. A parameter is another than declared when it is off by five standard errors and by .1 %.
+The row is `parity.probes.instruments.loss.designed_row`: a flat teacher, labels half of which differ from the data.
+The head need not be the target's: a parameter of its shape at which the loss has a gradient is told, and where the
+head that is shown explains nothing, every other one is tried, and the target's for the teacher (`own_head` in
+`parity.probes.adapters`). A head that neither a parameter nor the reference shows stays hidden: one gradient a slot
+does not determine its rows.
+
+What stays hidden: a factor common to all terms cannot be told from a denominator, so the factors' declared
+sum is assumed. The factor T^2 of distillation is told by the shares where another term is beside it; where all terms
+have it, by a denominator that is none of the known ones and becomes one with it.
+
+Bugs it finds: 70 % KL + 30 % CE with streak-aware weights and gamma 10 for hard CE with gamma 4 (design.md section
+1), gamma for another block size, a loss reduced by other sums (SpecForge#455's and speculators#798's weights).
+Cost: two steps, one gradient, about seven products of [96, V] and [V, D] in float64. Faults: the `loss` rows of
+`parity.probes.deviations`.
+"""
+
+from dataclasses import replace
+
+from parity.probes.base import Answer
+from parity.probes.instruments.loss.designed_row import Crafted, craft
+from parity.probes.instruments.loss.head_gradient import AtHead
+from parity.probes.instruments.loss.mixture import Fit
+from parity.probes.instruments.loss.other_heads import Heads, Trained, other_heads, trained_head
+from parity.probes.instruments.loss.slot_weights import Law, Slots
+from parity.probes.instruments.loss.solve import (
+    CERTAIN,
+    SAME,
+    SLICE,
+    Found,
+    Reading,
+    explained,
+    find,
+    read,
+    soft,
+    term_of,
+)
+from parity.probes.instruments.loss.words import (
+    declared_law,
+    facts,
+    law_words,
+    mixture_words,
+    origin,
+    profile,
+    reduction_words,
+    sentence,
+    slot_table,
+    term_table,
+)
+from parity.probes.subject import Fault, Subject, answer
+from parity.reports.record import Value
+
+
+class Loss:
+    """Solves the gradient at the head's input."""
+
+    name = "loss"
+
+    def run(self, subject: Subject) -> Answer:
+        """One finding a deviation, with tables of terms and of slots."""
+        crafted, at = _at_head(subject)
+        if not len(at):
+            return answer(self.name, "no slot gets a gradient", [_nothing(at)], facts={"loss.slots": 0})
+        at, reading = _read(subject, crafted, at)
+        trains, other = trained_head(subject, at.shown), None
+        if not reading.fit.explained or (crafted.slice and reading.teacher_from != SLICE):
+            for heads in other_heads(subject, crafted.batch, at.shown):
+                again, beside = _at_head(subject, heads)
+                beside, tried = _read(subject, again, beside)
+                if tried.fit.explained and (again.slice is None or tried.teacher_from == SLICE):
+                    crafted, at, reading, other = again, beside, tried, heads
+                    break
+        own = _head_faults(trains, other)
+        if not reading.fit.explained:
+            return _not_recognised(self.name, reading, len(at), own)
+        reading, law, slots = explained(subject, crafted, at, reading)
+        found = find(subject, crafted, at, reading, law)
+        faults = [*own, *_deviations(subject, reading, law, found, slots)]
+        wanted = subject.recipe.loss.reduction
+        words = sentence(reading, law, found, slots, wanted)
+        made = facts(reading, law, found, wanted)
+        if trains or other:
+            words += f"; {_head_words(trains, other)}"
+            made["loss.head"] = "trains" if trains else "its own"
+        return answer(
+            self.name,
+            words,
+            faults,
+            facts=made,
+            tables=[term_table(reading, found), slot_table(at, reading, law, slots)],
+        )
+
+
+def _at_head(subject: Subject, heads: Heads | None = None) -> tuple[Crafted, AtHead]:
+    """The row, and the step's gradient on it."""
+    crafted = craft(subject, heads=heads)
+    states = crafted.states.clone().requires_grad_(True)
+    shown = subject.step(crafted.batch, states, anchors=crafted.anchors)
+    return crafted, AtHead.of(shown if heads is None else replace(shown, head=heads.draft))
+
+
+def _read(subject: Subject, crafted: Crafted, at: AtHead) -> tuple[AtHead, Reading]:
+    """With logits as they are, or rounded to the head's 16 bits where that explains more."""
+    reading, rounded = read(subject, crafted, at), at.rounded()
+    if rounded is not None:
+        other = read(subject, crafted, rounded)
+        if other.fit.residual < reading.fit.residual:
+            return rounded, other
+    return at, reading
+
+
+def _nothing(at: AtHead) -> Fault:
+    words = f"0 of {at.shape[0] * at.shape[1]} slots have a gradient at the head's input"
+    return Fault(name="loss-none", measured=words)
+
+
+# --- against the recipe -----------------------------------------------------------------------------------
+
+
+def _declared_terms(subject: Subject) -> dict[str, float]:
+    """Shares, 0 to 1, by the recipe's names."""
+    terms = subject.recipe.loss.terms
+    return {name: value / sum(terms.values()) for name, value in terms.items()}
+
+
+def _deviations(subject: Subject, reading: Reading, law: Law, found: Found, slots: Slots) -> list[Fault]:
+    """What is other than declared, the mixture first."""
+    return [
+        *_term_faults(subject, reading, found),
+        *_weight_faults(subject, law, slots),
+        *_slot0_faults(found),
+        *_reduction_faults(subject, law, found),
+    ]
+
+
+def _term_faults(subject: Subject, reading: Reading, found: Found) -> list[Fault]:
+    faults = []
+    declared, recipe = _declared_terms(subject), subject.recipe
+    hard = {name.split(":")[1].rstrip("+-1") for name in reading.fit.shares if name.startswith("ce")}
+    wanted = "data" if recipe.labels == "data" else "teacher"
+    ambiguous = any(_names(other) == set(declared) for other in reading.fit.alike)
+    shares = {name: found.terms.get(name, 0.0) for name in {**declared, **found.terms}}
+    errors = {term_of(name): each for name, each in reading.fit.errors.items()}
+    heat, declared_heat = reading.heat, recipe.loss.temperature
+    visible = soft(reading) or any("@" in name for name in reading.fit.shares)
+    if visible and abs(heat - declared_heat) > SAME * declared_heat + CERTAIN * reading.heat_error:
+        words = f"{heat:.4g} (standard error {reading.heat_error:.1g}), declared {declared_heat:g}"
+        faults.append(Fault(name="loss-temperature", measured=words, evidence=(("temperature", heat),)))
+    faults += _square_faults(found)
+    off = {
+        name: value - declared.get(name, 0.0)
+        for name, value in shares.items()
+        if abs(value - declared.get(name, 0.0)) > SAME + CERTAIN * errors.get(name, 0.0)
+    }
+    if off and not ambiguous and not found.squared:
+        name = "loss-smoothing" if set(off) - set(declared) == {"smoothing"} else "loss-terms"
+        words = f"{mixture_words(found.terms)}, declared {mixture_words(declared)}"
+        evidence = tuple((f"share of {each}", shares[each]) for each in off)
+        faults.append(Fault(name=name, measured=words, evidence=evidence))
+    if "ce" in declared and hard and hard != {wanted}:
+        words = f"cross-entropy on {' and '.join(sorted(origin(each) for each in hard))}, declared {origin(wanted)}"
+        numbers = tuple((f"share on {name}", value) for name, value in reading.fit.shares.items())
+        faults.append(Fault(name="loss-label-source", measured=words, evidence=numbers))
+    return faults
+
+
+def _square_faults(found: Found) -> list[Fault]:
+    """The factor of distillation on the soft terms."""
+    if not found.squared:
+        return []
+    square = next(iter(found.squared.values()))
+    parts = " and ".join(mixture_words({name: 1.0}).removeprefix("100 % ") for name in found.squared)
+    words = f"{parts} {'is' if len(found.squared) == 1 else 'are'} T^2 = {square:.4g} times what is declared"
+    evidence = (("temperature squared", square), *((f"share of {k}", v) for k, v in found.terms.items()))
+    return [Fault(name="loss-temperature-squared", measured=words, evidence=evidence)]
+
+
+def _names(fit: Fit) -> set[str]:
+    return {term_of(name) for name in fit.shares}
+
+
+def _weight_faults(subject: Subject, law: Law, slots: Slots) -> list[Fault]:
+    """Of the law and its parameter."""
+    weights, several = subject.recipe.loss.weights, len(set(slots.slot)) > 1
+    if not several or law.kind == "per-block":
+        return []
+    name, value = ("gamma", weights.gamma) if weights.kind == "exp" else ("alpha", weights.alpha)
+    numbers = tuple((f"slot {k}", each) for k, each in profile(slots).items())
+    kind_words = f"{law_words(law, slots)}, declared {declared_law(subject)}"
+    if law.kind == "streak":
+        return [Fault(name="loss-streak", measured=kind_words, evidence=numbers)]
+    if law.kind == "dpace-attached":
+        return [Fault(name="loss-weights-attached", measured=kind_words, evidence=numbers)]
+    if law.kind != weights.kind:
+        return [Fault(name="loss-weights", measured=kind_words, evidence=numbers)]
+    if value is None:
+        return []
+    measured, error = law.parameters[name], law.errors.get(name, 0.0)
+    if abs(measured - value) <= SAME * max(value, 0.1) + CERTAIN * error:
+        return []
+    words = f"{name} {measured:.4g} (standard error {error:.1g}), declared {value:g}"
+    return [Fault(name=f"loss-{name}", measured=words, evidence=((name, measured), *numbers))]
+
+
+def _slot0_faults(found: Found) -> list[Fault]:
+    if not found.slot0:
+        return []
+    words = f"it weighs {found.slot0:.4g} of what slot 1 weighs"
+    return [Fault(name="loss-slot0", measured=words, evidence=(("weight of slot 0", found.slot0),))]
+
+
+def _reduction_faults(subject: Subject, law: Law, found: Found) -> list[Fault]:
+    wanted = subject.recipe.loss.reduction
+    if law.kind == "per-block":
+        words = f"{law.note}, declared {reduction_words(wanted)}"
+        return [Fault(name="loss-reduction", measured=f"{words} (misfit {law.misfit:.2g} of its tolerance)")]
+    if not law.fits or wanted in found.reductions:
+        return []
+    what = " or ".join(map(reduction_words, found.reductions)) or "not recognised"
+    words = f"the sum is divided by {found.denominator:.5g} ({what}), declared {reduction_words(wanted)}"
+    return [Fault(name="loss-reduction", measured=words, evidence=(("denominator", found.denominator),))]
+
+
+def _head_words(trains: Trained | None, other: Heads | None) -> str:
+    parts = []
+    if other is not None:
+        words = (
+            f"{other.rows} of its {len(other.draft)} rows are not the target's, by up to {other.change:.3g}"
+        )
+        parts.append(f"{other.name} makes the logits, and {words}")
+    if trains is not None:
+        parts.append(f"the loss's gradient at {trains.name} is up to {trains.gradient:.2g}")
+    return ", ".join(parts)
+
+
+def _head_faults(trains: Trained | None, other: Heads | None) -> list[Fault]:
+    """The draft's head is not the target's frozen one."""
+    if trains is None and other is None:
+        return []
+    numbers: list[tuple[str, Value]] = []
+    if other is not None:
+        numbers += [("rows", other.rows), ("change", other.change)]
+    if trains is not None:
+        numbers.append(("gradient", trains.gradient))
+    return [Fault(name="loss-head", measured=_head_words(trains, other), evidence=tuple(numbers))]
+
+
+def _not_recognised(name: str, reading: Reading, slots: int, own: list[Fault]) -> Answer:
+    """No term is named where the gradients are not explained."""
+    fit = reading.fit
+    near = " + ".join(f"{share:.3g} {term}" for term, share in fit.shares.items())
+    words = (
+        f"the best mixture leaves {fit.residual:.2g} of the gradient of {slots} slots (limit {fit.limit:.1g})"
+    )
+    evidence = (("residual", fit.residual), ("limit", fit.limit), ("best mixture", near))
+    fault = Fault(name="loss-unrecognised", measured=words, evidence=evidence)
+    numbers = {"loss.recognised": False, "loss.residual": fit.residual}
+    return answer(name, f"the loss is not recognised: {words}", [*own, fault], facts=numbers)

@@ -1,0 +1,221 @@
+"""What does the trainer actually send?
+
+Every tensor of one step on the shared row, and the captured slices of the trainer's own capture: shape, dtype, device,
+stride, finite, mean, standard deviation, range. Exact: no value that is not finite, no captured row of a token that
+is zero, constant or another token's; fc as wide as its declared slices; labels within the head's rows; states in
+the declared precision, by their values too: float32 whose every value lies on the grid of bfloat16 was rounded before.
+
+Bugs it finds: all-zero or stale states of hybrid targets (speculators#613, vllm#46301), states stored in a narrower
+dtype, a slice too many (speculators#705). Cost: one step (shared), and one on the captured states. Faults: the `shapes`
+rows of `parity.probes.deviations`.
+"""
+
+import torch
+from torch import Tensor
+
+from parity.model.dflash.mask import PADDING
+from parity.probes.adapters.base import Missing, Shown
+from parity.probes.base import Answer
+from parity.probes.subject import Fault, Subject, answer, declared
+from parity.reports.record import Column, Table, Value
+
+GRIDS = (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
+"""Narrower dtypes, narrowest first."""
+STEP = ("loss", "hidden", "head", "anchors", "fc_input", "labels", "teacher")
+
+
+class Shapes:
+    """Looks at every tensor."""
+
+    name = "shapes"
+
+    def run(self, subject: Subject) -> Answer:
+        """One finding a deviation, with the table of tensors."""
+        shown, why_not = subject.shown, ""
+        tensors = {f"step.{name}": getattr(shown, name) for name in STEP if getattr(shown, name) is not None}
+        faults = [*_step_faults(subject, shown)]
+        try:
+            states = subject.captured
+        except Missing as missing:
+            states, why_not = None, f"; the adapter does not show {missing.args[0]}"
+        if states is not None:
+            slices = {f"captured.{tap}": states[:, n] for n, tap in enumerate(subject.adapter.slices)}
+            tensors |= slices
+            bad = _captured_faults(subject, states)
+            faults += bad or ([] if faults else _on_captured(subject, states))
+        sentence = f"{len(tensors)} tensors, {_features(subject, shown)} features enter fc"
+        if states is not None:
+            sentence += f", states {str(states.dtype).removeprefix('torch.')} as captured"
+        sentence += ", all finite" if all(_finite(each) for each in tensors.values()) else ", not all finite"
+        facts: dict[str, Value] = {
+            "shapes.fc_features": shown.fc_input.shape[1],
+            "shapes.vocabulary": len(shown.head),
+            "shapes.hidden_dtype": str(shown.hidden.dtype).removeprefix("torch."),
+            "shapes.states_dtype": None if states is None else str(states.dtype).removeprefix("torch."),
+        }
+        return answer(self.name, sentence + why_not, faults, facts=facts, tables=[_table(tensors)])
+
+
+def _features(subject: Subject, shown: Shown) -> str:
+    width = subject.adapter.width
+    features = shown.fc_input.shape[1]
+    return f"{features // width} x {width}" if features % width == 0 else str(features)
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(tensor.detach().isfinite().all())
+
+
+def _step_faults(subject: Subject, shown: Shown) -> list[Fault]:
+    faults = _not_finite(shown, "synthetic states")
+    want, have = len(declared(subject.recipe)) * subject.adapter.width, shown.fc_input.shape[1]
+    if have != want:
+        words = f"{have} features, declared {len(declared(subject.recipe))} slices of {subject.adapter.width}"
+        faults.append(
+            Fault(name="fc-width", measured=words, evidence=(("features", have), ("declared", want)))
+        )
+    enters, states = shown.fc_input.detach(), subject.shown_states.detach()
+    grid, own = _grid(enters) or enters.dtype, _grid(states) or states.dtype
+    if _finite(enters) and _bits(grid) < _bits(own):
+        words = f"{enters.numel()} values of fc's input have the precision of {_name(grid)}, the states {_name(own)}'s"
+        faults.append(
+            Fault(name="fc-rounded", measured=words, evidence=(("values", shown.fc_input.numel()),))
+        )
+    if shown.labels is not None and int(shown.labels.max()) >= len(shown.head):
+        words = f"label {int(shown.labels.max())}, the head has {len(shown.head)} rows"
+        faults.append(
+            Fault(name="labels-range", measured=words, evidence=(("label", int(shown.labels.max())),))
+        )
+    return faults
+
+
+def _not_finite(shown: Shown, what: str) -> list[Fault]:
+    """Tensors of a step that hold other things than numbers."""
+    bad = [name for name in STEP if getattr(shown, name) is not None and not _finite(getattr(shown, name))]
+    if not bad:
+        return []
+    counts = [(name, int((~getattr(shown, name).detach().isfinite()).sum())) for name in bad]
+    words = f"on {what}: " + ", ".join(f"{count} values of {name}" for name, count in counts)
+    return [Fault(name="step-not-finite", measured=words, evidence=tuple(counts))]
+
+
+def _on_captured(subject: Subject, states: Tensor) -> list[Fault]:
+    """A step on the states as they are captured, which may be larger than synthetic ones."""
+    batch = subject.batch
+    states = states.detach().clone().requires_grad_(True)
+    return _not_finite(subject.step(batch, states, anchors=subject.anchors(batch)), "captured states")
+
+
+def _captured_faults(subject: Subject, states: Tensor) -> list[Fault]:
+    """What is wrong with the captured slices by their values alone."""
+    batch = subject.batch
+    real = batch.document != PADDING
+    rows, tokens = states.detach()[real].cpu(), int(real.sum())
+    faults = []
+    finite = rows.isfinite().all(-1)
+    if not finite.all():
+        words = f"{int((~finite).sum())} of {finite.numel()} rows, the first {_where(subject, ~finite, real)}"
+        faults.append(
+            Fault(name="states-not-finite", measured=words, evidence=(("rows", int((~finite).sum())),))
+        )
+    zero = (rows == 0).all(-1)
+    constant = (rows == rows[..., :1]).all(-1) & ~zero
+    for name, found in (("states-zero", zero), ("states-constant", constant)):
+        if found.any():
+            words = f"{int(found.sum())} of {found.numel()} rows, the first {_where(subject, found, real)}"
+            faults.append(Fault(name=name, measured=words, evidence=(("rows", int(found.sum())),)))
+    repeated = _repeated(rows) & ~zero & ~constant
+    if repeated.any():
+        words = (
+            f"{int(repeated.sum())} of {repeated.numel()} rows, the first {_where(subject, repeated, real)}"
+        )
+        faults.append(
+            Fault(name="states-repeated", measured=words, evidence=(("rows", int(repeated.sum())),))
+        )
+    if faults:
+        return faults
+    wanted = subject.recipe.target.dtype
+    if wanted != "auto":
+        declared_dtype = getattr(torch, wanted)
+        coarse = next((g for n in range(rows.shape[1]) if (g := _grid(rows[:, n])) is not None), None)
+        narrower = _bits(states.dtype) < _bits(declared_dtype)
+        if narrower or (coarse is not None and _bits(coarse) < _bits(declared_dtype)):
+            have = _name(states.dtype if narrower or coarse is None else coarse)
+            words = f"{tokens * rows.shape[1]} rows with the precision of {have}, declared {wanted}"
+            faults.append(Fault(name="states-dtype", measured=words, evidence=(("dtype", have),)))
+        elif _bits(states.dtype) == _bits(declared_dtype) and states.dtype != declared_dtype:
+            words = f"states of {tokens} tokens are {_name(states.dtype)}, declared {wanted}"
+            faults.append(
+                Fault(name="states-dtype", measured=words, evidence=(("dtype", _name(states.dtype)),))
+            )
+    return faults
+
+
+def _where(subject: Subject, found: Tensor, real: Tensor) -> str:
+    """Token and tap of the first row."""
+    token, number = (int(each) for each in found.nonzero()[0])
+    return f"at token {int(real.nonzero()[token])} of {subject.adapter.slices[number]}"
+
+
+def _repeated(rows: Tensor) -> Tensor:
+    """bool [tokens, N]: the row is an earlier token's of the same slice, bit for bit."""
+    found = torch.zeros(rows.shape[:2], dtype=torch.bool)
+    for number in range(rows.shape[1]):
+        seen: set[bytes] = set()
+        for token, row in enumerate(rows[:, number].float().numpy()):
+            key = row.tobytes()
+            found[token, number] = key in seen
+            seen.add(key)
+    return found
+
+
+def _grid(values: Tensor) -> torch.dtype | None:
+    """The narrowest dtype that every value is exact in, None where it is the values' own."""
+    if not values.is_floating_point():
+        return None
+    for dtype in GRIDS:
+        if dtype.itemsize < values.dtype.itemsize and torch.equal(values.to(dtype).to(values.dtype), values):
+            return dtype
+    return None
+
+
+def _bits(dtype: torch.dtype) -> int:
+    """Significant bits, by which bfloat16 is narrower than float16."""
+    return -int(torch.tensor(torch.finfo(dtype).eps).log2())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _table(tensors: dict[str, Tensor]) -> Table:
+    rows: list[tuple[Value, ...]] = []
+    for name, tensor in tensors.items():
+        values = tensor.detach()
+        numbers = values if values.dtype in (torch.float32, torch.float64) else values.double()
+        finite = numbers if _finite(numbers) else numbers[numbers.isfinite()]
+        some = finite if finite.numel() else numbers.new_full((1,), float("nan"))
+        rows.append(
+            (
+                name,
+                " x ".join(map(str, values.shape)) or "scalar",
+                _name(values.dtype),
+                str(values.device),
+                " ".join(map(str, values.stride())),
+                float(some.mean()),
+                float(some.std(correction=0)),
+                float(some.min()),
+                float(some.max()),
+                numbers.numel() - finite.numel(),
+            )
+        )
+    names = ("tensor", "shape", "dtype", "device", "stride", "mean", "std", "min", "max", "bad")
+    titles = (*names[:-1], "not finite")
+    kinds = ("text",) * 5 + ("float",) * 4 + ("int",)
+    return Table(
+        name="shapes.tensors",
+        title="Every tensor of one step",
+        columns=tuple(Column(key=k, title=t, kind=d) for k, t, d in zip(names, titles, kinds, strict=True)),  # type: ignore[arg-type]
+        rows=tuple(rows),
+        detail=True,
+    )

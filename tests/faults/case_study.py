@@ -1,0 +1,35 @@
+"""The trainer of design.md section 1, its three faults at once, as an adapter for `parity check`."""
+
+from typing import Any
+
+from parity.model.dflash.step import StepOutput
+from parity.model.recipe.config import Training
+from parity.model.training.data import Batch
+from parity.model.training.states import Captured
+from parity.probes.adapters.builtin import Builtin
+from tests.faults.injected.inputs import AllSlices, wider
+from tests.faults.injected.loss import Team
+from tests.faults.injected.noise import OnAllSlices
+
+
+class Faulty(OnAllSlices, AllSlices, Team):
+    """Noise before the last slice is split off; all slices into fc; 70 % KL + 30 % CE with streaks and gamma 10."""
+
+    def step(self, batch: Batch, captured: Captured, **options: Any) -> StepOutput:
+        return super().step(batch, captured, **options)
+
+
+class TheTeam(Builtin):
+    """The built-in trainer with that step."""
+
+    name = "the team's trainer"
+
+    @classmethod
+    def open(cls, training: Training, documents: Any = None) -> "TheTeam":
+        adapter = super().open(training, documents)
+        assert isinstance(adapter, TheTeam)
+        adapter.trainer.wiring.__class__ = Faulty
+        wider(adapter)
+        adapter.trainer.parameters = dict(adapter.trainer.drafter.named_parameters())
+        adapter.trainer.optimizer = adapter.trainer._new_optimizer()
+        return adapter

@@ -1,0 +1,114 @@
+"""Faults of noise in the built-in trainer."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.model.dflash.step import StepOutput, Wiring
+from parity.model.training.data import Batch
+from parity.model.training.states import Captured
+from tests.faults.wiring import planted
+
+
+def _noise(like: Tensor, std: float, seed: int) -> Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like) * std
+
+
+class OnAllSlices(Wiring):
+    """Noise on the captured tensor before its last slice is split off: design.md section 1, fault 1."""
+
+    std = 0.05
+
+    def step(self, batch: Batch, captured: Captured, **options: Any) -> StepOutput:
+        if options["training"]:
+            noisy = captured.states + _noise(captured.states, self.std, options["seed"])
+            captured = replace(captured, states=noisy)
+        return super().step(batch, captured, **options)
+
+    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+        return conditioning
+
+
+class OnAllSlicesFaint(OnAllSlices):
+    """The same, fifty times weaker."""
+
+    std = 0.001
+
+
+class Undeclared(Wiring):
+    """Noise that the recipe does not know of."""
+
+    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+        return conditioning + _noise(conditioning, 0.001, seed)
+
+
+class Never(Wiring):
+    """The declared noise is not added."""
+
+    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+        return conditioning
+
+
+class HalfWidth(Wiring):
+    """The declared deviation is taken for the half-width of the uniform noise, which is smaller by sqrt(3)."""
+
+    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+        return conditioning + (super().noised(conditioning, batch, seed) - conditioning) / 3**0.5
+
+
+class Gaussian(Wiring):
+    """Another distribution of the same deviation."""
+
+    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+        return conditioning + _noise(conditioning, self.recipe.noise.std, seed)
+
+
+class FirstSliceOnly(Wiring):
+    """One conditioning layer of three gets noise."""
+
+    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+        made = conditioning.clone()
+        width = self.parts.embed.shape[1]
+        made[:, :width] = super().noised(conditioning, batch, seed)[:, :width]
+        return made
+
+
+class AlsoInEvaluation(Wiring):
+    """Noise is never switched off."""
+
+    def step(self, batch: Batch, captured: Captured, **options: Any) -> StepOutput:
+        return super().step(batch, captured, **options | {"training": True})
+
+
+class Unseeded(Wiring):
+    """Drawn from a generator that nobody seeds again."""
+
+    drawn = 0
+
+    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+        type(self).drawn += 1
+        return super().noised(conditioning, batch, seed + type(self).drawn)
+
+
+UNIFORM = {"recipe.noise": {"kind": "uniform", "std": 0.05}}
+GAUSS = {"recipe.noise": {"kind": "gaussian", "std": 0.05}}
+FAINT = {"recipe.noise": {"kind": "gaussian", "std": 0.001}}
+
+
+_plant = partial(planted, "noise")
+
+
+PLANTS = (
+    _plant("noise .05 on the joined tensor, the teacher's slice too", "noise-on-teacher", OnAllSlices, GAUSS),
+    _plant("noise .001 on the joined tensor", "noise-on-teacher", OnAllSlicesFaint, FAINT),
+    _plant("undeclared noise of .001", "noise-undeclared", Undeclared, {}),
+    _plant("declared noise never added", "noise-missing", Never, UNIFORM),
+    _plant("declared deviation used as half-width", "noise-std", HalfWidth, UNIFORM),
+    _plant("gaussian where uniform is declared", "noise-kind", Gaussian, UNIFORM),
+    _plant("noise on the first slice only", "noise-slices", FirstSliceOnly, GAUSS),
+    _plant("noise in evaluation too", "noise-in-evaluation", AlsoInEvaluation, UNIFORM),
+    _plant("noise from an unseeded generator", "noise-unseeded", Unseeded, UNIFORM),
+)
