@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from parity.comparison.report import tables_and_findings
 from parity.comparison.tolerance import Floor
 from parity.comparison.traces import Comparison, compare_traces
 from parity.diagnosis.kinds import diagnose_or_why
+from parity.diagnosis.report import diagnosed_tables_and_findings
 from parity.kernel.sums import PairStats, pair_stats
 from parity.reports.record import Column, Finding, Statement, Table, Value
 from parity.tracing.trace import Trace
@@ -136,7 +136,7 @@ class PairAnswer:
         # A pair that passes is not diagnosed: that would read samples of it again to say nothing.
         failed = self.comparison.outcome == "fail"
         diagnosis = diagnose_or_why(self.comparison, self.a, self.b) if failed else None
-        return tables_and_findings(self.comparison, name=self.name, diagnosis=diagnosis)
+        return diagnosed_tables_and_findings(self.comparison, name=self.name, diagnosis=diagnosis)
 
 
 def compare_pair(

@@ -13,11 +13,11 @@ from glob import escape
 from pathlib import Path
 
 from parity.comparison.records import Comparison
-from parity.comparison.report import report_of
 from parity.comparison.sketch import open_trace
 from parity.comparison.tolerance import Floor, Policy
 from parity.comparison.traces import Progress, compare_traces, measure_floor
 from parity.diagnosis.records import Diagnosis
+from parity.diagnosis.report import comparison_report
 from parity.dumps.mapping import Align, Mapping
 from parity.dumps.pair import Pair, open_pair
 from parity.dumps.report import source_problems, with_sources
@@ -126,7 +126,9 @@ def reported(
     name: str = "compare",
 ) -> Report:
     """The report of two compared sides: the comparison, what reading them found, how their environments differ."""
-    report = with_sources(report_of(comparison, command, name=name, diagnosis=diagnosis), pair, name=name)
+    report = with_sources(
+        comparison_report(comparison, command, name=name, diagnosis=diagnosis), pair, name=name
+    )
     told = environments(pair.a.trace.manifest, pair.b.trace.manifest, comparison, name)
     if told is None:
         return report

@@ -1,21 +1,16 @@
 """A comparison in words: tables, findings, suspicions. Nothing is measured here.
 
     tables, findings = tables_and_findings(comparison, name="compare")
-    report = report_of(comparison, command="parity compare A B")
 
 Findings `NAME.structure`, `.proof`, `.identity`, `.gate` and `.controls` each answer one question; tables
-`NAME.layers`, `.profile`, `.tokens`, `.worst` and `.unpaired` hold the detail. With a diagnosis, finding
-`NAME.diagnosis` names the fault, every failing finding carries that name, and tables `NAME.kinds` and
-`NAME.repaired` show what was asked and what remains after a repair.
+`NAME.layers`, `.profile`, `.tokens`, `.worst` and `.unpaired` hold the detail. `parity.diagnosis.report` adds the
+name of the fault, and makes the whole a report.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from datetime import UTC, datetime
 
 from parity.comparison.records import Comparison, TapResult, TokenPlace
-from parity.diagnosis.records import MEANING, Diagnosis
-from parity.reports.record import Chart, Column, Finding, Outcome, Report, Suspicion, Table, Value, Verdict
+from parity.reports.record import Chart, Column, Finding, Outcome, Suspicion, Table, Value, Verdict
 
 LISTED = 4
 """Names spelled out in a sentence; the table has the rest."""
@@ -23,7 +18,7 @@ BLIND = "a comparison in {} never rules out a semantic fault by itself: one smal
 
 
 def tables_and_findings(
-    comparison: Comparison, *, name: str = "compare", diagnosis: Diagnosis | None = None
+    comparison: Comparison, *, name: str = "compare"
 ) -> tuple[tuple[Table, ...], tuple[Finding, ...]]:
     """The comparison's tables and findings, named `name` and a suffix. Structure comes before numbers."""
     tables = [
@@ -43,58 +38,7 @@ def tables_and_findings(
     )
     if comparison.source_problems:
         findings = (_sources(comparison, name), *findings)
-    if diagnosis is None:
-        return tuple(tables), findings
-    named = tuple(
-        replace(finding, fault=finding.fault or diagnosis.fault) if finding.outcome == "fail" else finding
-        for finding in findings
-    )
-    shown = (_kinds(diagnosis, name), *([_repaired(diagnosis, name)] if diagnosis.repairs else []))
-    return (*shown, *tables), (_diagnosis(diagnosis, comparison, name), *named)
-
-
-def report_of(
-    comparison: Comparison,
-    command: str,
-    *,
-    name: str = "compare",
-    created: str | None = None,
-    environment: Sequence[tuple[str, Value]] = (),
-    diagnosis: Diagnosis | None = None,
-) -> Report:
-    """The whole comparison as a report of kind `compare`. `created` (ISO 8601) is now unless given."""
-    tables, findings = tables_and_findings(comparison, name=name, diagnosis=diagnosis)
-    c, notes = comparison, comparison.notes
-    if c.outcome == "skipped":  # a report that only says that nothing was in the way is no pass
-        in_order = [finding.name for finding in findings if finding.outcome == "pass"]
-        findings = tuple(finding for finding in findings if finding.outcome != "pass")
-        notes += (f"in order, but no pass without a gate that judged: {', '.join(in_order)}",)
-    subject: tuple[tuple[str, Value], ...] = (
-        ("target", c.target),
-        ("a (candidate)", c.sides[0]),
-        ("b (reference)", c.sides[1]),
-        ("golden", c.golden or "none"),
-        ("backends", " against ".join(c.backends)),
-        ("dtypes", " against ".join(c.dtypes)),
-        ("modes", " against ".join(c.modes)),
-        ("requests", c.requests),
-        ("tokens", c.tokens),
-        ("taps", len(c.taps)),
-        ("kernel", c.implementation),
-    )
-    return Report(
-        kind="compare",
-        title=f"{c.backends[0]} against {c.backends[1]}",
-        created=created or datetime.now(UTC).isoformat(timespec="seconds"),
-        command=command,
-        subject=subject,
-        findings=findings,
-        suspicions=suspicions(c, name=name),
-        tables=tables,
-        environment=tuple(environment),
-        seconds=c.seconds,
-        notes=notes,
-    )
+    return tuple(tables), findings
 
 
 def suspicions(comparison: Comparison, *, name: str = "compare") -> tuple[Suspicion, ...]:
@@ -364,62 +308,6 @@ def _controls(c: Comparison, name: str) -> Finding:
         outcome="pass",
         evidence=evidence,
         sentence=f"broken copies of b (tokens rolled, channels shuffled): {refused} refused{note}",
-    )
-
-
-def _diagnosis(diagnosis: Diagnosis, c: Comparison, name: str) -> Finding:
-    """What fails, by its name. A comparison that passes keeps its outcome: then this is a warning."""
-    evidence: tuple[tuple[str, Value], ...] = (("kind", diagnosis.name), *diagnosis.evidence)
-    if diagnosis.live:
-        evidence += (("what decides", diagnosis.live),)
-    tables = (f"{name}.kinds", *((f"{name}.repaired",) if diagnosis.repairs else ()))
-    meaning = ", or ".join(MEANING[kind] for kind in diagnosis.kinds)
-    return Finding(
-        name=f"{name}.diagnosis",
-        outcome="fail" if c.outcome == "fail" else "warn",
-        fault=diagnosis.fault,
-        sentence=f"{diagnosis.name}, {meaning}: {diagnosis.sentence}" if meaning else diagnosis.sentence,
-        evidence=evidence,
-        next_step=diagnosis.next_step
-        + ("; `parity compare A B --live MODEL` runs what decides" if diagnosis.live else ""),
-        tables=tables,
-    )
-
-
-def _kinds(diagnosis: Diagnosis, name: str) -> Table:
-    """Each kind of fault in the order asked, and why it was or was not named."""
-    return Table(
-        name=f"{name}.kinds",
-        title="Kinds of fault, in the order asked",
-        columns=tuple(
-            Column(key=key, title=title)
-            for key, title in (
-                ("kind", "kind"),
-                ("meaning", "what it is"),
-                ("answer", "answer"),
-                ("because", "because"),
-            )
-        ),
-        rows=tuple(
-            (asked.kind, MEANING[asked.kind], asked.answer, asked.because) for asked in diagnosis.asked
-        ),
-        caption="The first that answers names the fault: an earlier kind can imitate every later one.",
-        detail=True,
-    )
-
-
-def _repaired(diagnosis: Diagnosis, name: str) -> Table:
-    """What remains after the repair."""
-    return Table(
-        name=f"{name}.repaired",
-        title="After the repair",
-        columns=(
-            Column(key="tap", title="tap of a"),
-            Column(key="against", title="against"),
-            *_number_columns(("before", "rel L2 before"), ("after", "rel L2 after")),
-        ),
-        rows=tuple((repair.tap, repair.against, repair.before, repair.after) for repair in diagnosis.repairs),
-        caption="On a sample of rows: what the repair does not explain is in the last column.",
     )
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from parity.comparison.report import report_of
 from parity.comparison.traces import compare_traces
 from parity.diagnosis.kinds import KINDS, diagnose
 from parity.diagnosis.records import MEANING, Diagnosis
+from parity.diagnosis.report import comparison_report
 from parity.live.report import experiments_for, live
 from parity.model.target.capture import capture
 from parity.tracing.trace import Trace
@@ -182,7 +182,7 @@ def test_report_carries_the_name(
     fault = next(fault for fault in FAULTS if fault.name == "layer ids one up")
     a, b = (forget(trace) for trace in fault.make(benches["embedded"], healthy_traces["embedded"]))
     comparison = compare_traces(a, b)
-    report = report_of(comparison, "test", diagnosis=diagnose(comparison, a, b))
+    report = comparison_report(comparison, "test", diagnosis=diagnose(comparison, a, b))
     first = report.findings[0]
     assert (first.name, first.outcome, first.fault) == ("compare.diagnosis", "fail", "layeridx")
     assert "layer i of a is layer i-1 of b" in first.sentence and first.next_step

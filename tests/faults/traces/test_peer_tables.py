@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity.comparison.report import report_of
 from parity.comparison.traces import Comparison, compare_traces
 from parity.diagnosis.kinds import diagnose
+from parity.diagnosis.report import comparison_report
 from parity.model.target.backends import parse
 from parity.model.target.capture import capture
 from parity.tracing.trace import (
@@ -164,7 +164,7 @@ def test_what_peers_pass_fails_by_its_name(
     traces = written(tmp_path / "a", left, {}), written(tmp_path / "b", right, {})
     comparison = compare_traces(*traces)
     diagnosis = diagnose(comparison, *traces)
-    report = report_of(comparison, "test", diagnosis=diagnosis)
+    report = comparison_report(comparison, "test", diagnosis=diagnosis)
     assert report.outcome == "fail" and diagnosis is not None
     failed = next(f for f in report.findings if f.name == finding)
     assert failed.outcome == "fail"

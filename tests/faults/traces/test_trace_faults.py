@@ -13,10 +13,10 @@ import torch
 
 from parity.capturing.prompts import Prompt
 from parity.commands.check import UNREAD, _Gathering, check
-from parity.comparison.report import report_of
 from parity.comparison.traces import Comparison, compare_traces
 from parity.diagnosis.kinds import diagnose, diagnose_or_why
 from parity.diagnosis.records import Diagnosis
+from parity.diagnosis.report import comparison_report
 from parity.model.target.backends import parse
 from parity.model.target.capture import capture
 from parity.model.target.load import Target, TargetSpec, load
@@ -133,7 +133,7 @@ def test_fault_is_found_at_its_layer_and_token(
         assert found.outcome == "fail"
         assert found.first_bad is not None
         assert (found.first_bad.tap, found.first_bad.layer, found.first_bad.token) == (first, 0, token)
-        report = report_of(found, "test")
+        report = comparison_report(found, "test")
         gate = next(finding for finding in report.findings if finding.name == "compare.gate")
         assert gate.outcome == "fail" and first in gate.sentence and gate.next_step
 

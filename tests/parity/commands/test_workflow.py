@@ -12,8 +12,8 @@ import pytest
 import torch
 import yaml
 
-from parity.comparison.report import tables_and_findings
 from parity.comparison.traces import compare_traces
+from parity.diagnosis.report import diagnosed_tables_and_findings
 from parity.policy import Policy
 from parity.reports import to_json
 from parity.reports.record import Finding, Report, Table
@@ -55,7 +55,7 @@ def check_report(make: WriteTrace, name: str, noise: float) -> str:
             make(f"{name}.{side}.{label}", {"r": {tap: x.to(dtype) for tap, x in states.items()}})
             for side, states in (("a", moved), ("b", clean))
         )
-        more, found = tables_and_findings(compare_traces(*pair), name=f"kernels.{label}")
+        more, found = diagnosed_tables_and_findings(compare_traces(*pair), name=f"kernels.{label}")
         tables += more
         findings += found
     return to_json.paint(

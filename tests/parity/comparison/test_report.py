@@ -14,9 +14,10 @@ from parity.cli import main as cli
 from parity.cli.compare import compare as command
 from parity.cli.output import report_folder, save_report
 from parity.commands.compare import compared, reported
-from parity.comparison.report import BLIND, report_of, tables_and_findings
+from parity.comparison.report import BLIND
 from parity.comparison.tolerance import Policy, TapLimits
 from parity.comparison.traces import compare_traces
+from parity.diagnosis.report import comparison_report, diagnosed_tables_and_findings
 from parity.errors import ParityError
 from parity.gating.conformance import save as save_statement
 from parity.gating.environment import report_of as env_report
@@ -47,7 +48,7 @@ def report(
     **options: object,
 ) -> Report:
     left = write_trace("a", {"r0": a}, **options)
-    return report_of(
+    return comparison_report(
         compare_traces(left, write_trace("b", {"r0": b or taps()}), policy=policy),
         "parity compare a b",
         created="2026-01-01T00:00:00Z",
@@ -180,7 +181,7 @@ def test_each_question_has_its_answer(
 
 def test_tables_hold_the_numbers(write_trace: WriteTrace) -> None:
     comparison = compare_traces(write_trace("a", {"r0": taps(l1=0.1)}), write_trace("b", {"r0": taps()}))
-    tables, findings = tables_and_findings(comparison, name="backends.fp32")
+    tables, findings = diagnosed_tables_and_findings(comparison, name="backends.fp32")
     assert [table.name.removeprefix("backends.fp32.") for table in tables] == [
         "layers",
         "profile",
@@ -315,7 +316,7 @@ def test_other_commands_replace_their_own_kind_only(
     kind: str, write_trace: WriteTrace, tmp_path: Path
 ) -> None:
     a = write_trace("a", {"r0": taps()})
-    other = report_of(compare_traces(a, a), "test")
+    other = comparison_report(compare_traces(a, a), "test")
     save_report(other, tmp_path)
     with pytest.raises(ParityError, match="the report of another `parity compare`"):
         report_folder(tmp_path, kind)

@@ -23,14 +23,14 @@ COMPARE = """
 import json, sys
 from pathlib import Path
 from parity.commands.compare import compare
-from parity.comparison.report import report_of
+from parity.diagnosis.report import comparison_report
 from parity.reports import to_json
 from parity.tracing.trace import Trace
 # One file stands for many shards here, so it cannot name each one's request; what reading that costs is paid.
 hold = Trace._check
 Trace._check = lambda self, entry, said: hold(self, entry, {**said, "request": str(entry.model_dump_json())})
 found = compare(sys.argv[1], sys.argv[2])
-Path(sys.argv[3]).write_text(to_json.paint(report_of(found, "test")))
+Path(sys.argv[3]).write_text(to_json.paint(comparison_report(found, "test")))
 print(json.dumps({"outcome": found.outcome, "tokens": found.tokens, "kernel": found.implementation,
                   "first": [found.first_bad.request, found.first_bad.token] if found.first_bad else None,
                   "seconds": found.seconds}))

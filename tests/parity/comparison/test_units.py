@@ -14,9 +14,9 @@ import torch
 
 import parity.comparison.units
 from parity.comparison.records import Comparison
-from parity.comparison.report import report_of
 from parity.comparison.traces import compare_traces
 from parity.comparison.units import UNIT_ROWS, TapPart, decode, encode, kept_columns, quantile, units_of
+from parity.diagnosis.report import comparison_report
 from parity.errors import ParityError
 from parity.kernel.sums import BLOCK_ROWS
 from parity.reports import to_json
@@ -121,7 +121,7 @@ def pair(write_trace: WriteTrace) -> tuple[Trace, Trace]:
 
 def text_of(found: Comparison) -> str:
     """The report without what differs from run to run, and all that a report leaves out."""
-    report = json.loads(to_json.paint(report_of(found, "compare", created="now")))
+    report = json.loads(to_json.paint(comparison_report(found, "compare", created="now")))
     arrays = [(tap.token_errors.tobytes().hex(), tap.channel_errors.tobytes().hex()) for tap in found.taps]
     return json.dumps([report | {"seconds": 0}, repr(found.taps), arrays])
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from parity.cli import main as cli
-from parity.comparison.report import report_of
 from parity.comparison.traces import compare_traces
 from parity.diagnosis.kinds import KINDS, diagnose, diagnose_or_why
 from parity.diagnosis.profile import Case, half_of_error, kind_of
 from parity.diagnosis.records import MEANING, Diagnosis
+from parity.diagnosis.report import comparison_report
 from parity.diagnosis.weights import separable
 from parity.probes.deviations import DEVIATIONS
 from parity.tracing.trace import Trace
@@ -229,7 +229,7 @@ def test_a_trace_that_cannot_be_read_again_costs_the_name_only(write_trace: Writ
     shard.write_bytes(shard.read_bytes()[:200])
     found = diagnose_or_why(comparison, Trace.open(a.path), other)
     assert found is not None and found.kinds == () and "damaged shard" in found.sentence
-    assert report_of(comparison, "x", diagnosis=found).findings[0].outcome == "fail"
+    assert comparison_report(comparison, "x", diagnosis=found).findings[0].outcome == "fail"
 
 
 def test_every_form_of_the_report_names_the_fault(

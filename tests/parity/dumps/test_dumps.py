@@ -815,7 +815,7 @@ def test_the_function_pairs_by_order_only_where_asked(bench: Bench) -> None:
 def test_a_dump_of_other_layers_fails_the_function_too(bench: Bench) -> None:
     """Its slices are compared under the names that were found, so every number agrees; what was said is wrong."""
     import parity
-    from parity.comparison.report import report_of
+    from parity.diagnosis.report import comparison_report
 
     write_speculators(bench, layers=(2, 4, 5))
     mapping = Mapping.model_validate({"a": {"layers": AUX, "ids": "layer"}})
@@ -823,7 +823,7 @@ def test_a_dump_of_other_layers_fails_the_function_too(bench: Bench) -> None:
     assert all(tap.outcome == "pass" for tap in found.taps)
     assert found.outcome == "fail"
     assert "every slice is 1 layer later than declared" in found.source_problems[0]
-    report = report_of(found, "test")
+    report = comparison_report(found, "test")
     assert report.findings[0].name == "compare.sources" and report.outcome == "fail"
 
 

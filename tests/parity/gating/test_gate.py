@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from parity.cli import main as cli
-from parity.comparison.report import report_of
 from parity.comparison.traces import compare_traces
+from parity.diagnosis.report import comparison_report
 from parity.errors import NothingComparable, ParityError
 from parity.gating.baseline import growth, same
 from parity.gating.gate import gate
@@ -404,7 +404,7 @@ def compared(make: Callable[..., Trace], noise: float) -> Report:
             1 + noise * torch.randn(40, 48, generator=generator)
         )
     pair = (make(f"{side}{noise}", {"r": tensors}) for side, tensors in (("a", a), ("b", b)))
-    return report_of(compare_traces(*pair), "parity compare a b")
+    return comparison_report(compare_traces(*pair), "parity compare a b")
 
 
 @pytest.fixture
