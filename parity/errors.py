@@ -40,7 +40,7 @@ class ParityError(Exception):
         super().__init__(f"asked: {asked}; found: {found}\ndo this: {do}")
 
 
-def refused(error: Exception) -> bool:
+def is_write_refused(error: Exception) -> bool:
     """Whether it is the system that would not have a file written. safetensors tells the number in its text alone."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and type(error).__name__ == "SafetensorError":

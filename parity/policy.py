@@ -130,15 +130,15 @@ def read_model(kind: type[M], path: Path, what: str) -> M:
         raise ParityError(
             f"the {what} {path}", f"no readable YAML ({error})", "name a YAML or JSON file"
         ) from error
-    return _validated(kind, data, f"{what} {path}")
+    return _validate(kind, data, f"{what} {path}")
 
 
 def policy_from(data: Mapping[str, Any], what: str = "policy") -> Policy:
     """A policy from what its file would hold. Raises ParityError as `Policy.load` does."""
-    return _validated(Policy, dict(data), what)
+    return _validate(Policy, dict(data), what)
 
 
-def _validated(kind: type[M], data: object, what: str) -> M:
+def _validate(kind: type[M], data: object, what: str) -> M:
     """The data as a model, or what is wrong with it in words."""
     try:
         return kind.model_validate(data)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Prompts = str | Path | Sequence[str | Sequence[int]]
 Capture = Callable[..., "Trace"]
-BAD = ("error", "fail")
+BAD_OUTCOMES = ("error", "fail")
 
 
 def assert_parity(
@@ -48,14 +48,14 @@ def assert_parity(
     compared; ParityError for what cannot be read.
     """
     __tracebackhide__ = True
-    from parity.commands.compare import compared, reported
+    from parity.commands.compare import compare_sides, report_sides
     from parity.errors import NothingComparable
     from parity.gating.gate import gate
 
     rules = _policy(policy)
     try:
-        comparison, pair = compared(a, b, golden=golden, floor=floor, policy=rules, taps=taps)
-        report = reported(comparison, pair, "assert_parity")
+        comparison, pair = compare_sides(a, b, golden=golden, floor=floor, policy=rules, taps=taps)
+        report = report_sides(comparison, pair, "assert_parity")
         verdict = gate(report, policy=rules, baseline=baseline)
     except NothingComparable as error:
         raise AssertionError(f"nothing was compared\n{error}") from None
@@ -77,7 +77,7 @@ def _policy(policy: "str | Path | Policy | Mapping[str, Any] | None") -> "Policy
 
 def _in_words(verdict: "Report") -> str:
     """The findings that stop the gate, the worst first, each with what to do."""
-    bad = [finding for outcome in BAD for finding in verdict.findings if finding.outcome == outcome]
+    bad = [finding for outcome in BAD_OUTCOMES for finding in verdict.findings if finding.outcome == outcome]
     if not bad:
         skipped = [f"{finding.name}: {finding.sentence}" for finding in verdict.findings]
         return "\n".join(["nothing was compared", *skipped])

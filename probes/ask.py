@@ -17,11 +17,11 @@ from types import ModuleType
 from typing import Any
 
 from parity.errors import ParityError
-from parity.model.recipe.check import Lines, check_target, nearest
-from parity.model.recipe.config import Recipe, Training
+from parity.model.recipe.check import KeyLines, check_target, nearest
+from parity.model.recipe.config import Recipe, TrainingFile
 from parity.probes.adapters.base import Adapter
-from parity.probes.base import Answer
-from parity.probes.subject import ask_adapter
+from parity.probes.base import ProbeAnswer
+from parity.probes.subject import query_adapter
 from parity.probes.table import TABLE
 from parity.reports.record import Conformance
 
@@ -34,24 +34,25 @@ SHIPPED = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class WiringAnswers:
     """What a trainer's probes answered."""
 
     adapter: str
     """Name of the trainer."""
-    answers: tuple[tuple[str, Answer], ...]
+    answers: tuple[tuple[str, ProbeAnswer], ...]
     conformance: Conformance
 
 
-def open_adapter(name: str, declared: Training | Recipe) -> Adapter:
+def open_adapter(name: str, declared: TrainingFile | Recipe) -> Adapter:
     """The adapter of that name for a training file, or for a recipe alone.
 
-    A user's class is given the recipe, or the whole `Training` where it has a classmethod `open`. Raises ParityError
+    A user's class is given the recipe, or the whole `TrainingFile` where it has a classmethod `open`. Raises
+    ParityError
     for a name that is none, a file that cannot be read, and what the class itself refuses.
     """
     if name in SHIPPED:
         training = _whole(declared, name)
-        check_target(training.recipe, Lines(), ours=True)
+        check_target(training.recipe, KeyLines(), ours=True)
         module, _, attribute = SHIPPED[name].partition(":")
         made: Adapter = getattr(importlib.import_module(module), attribute).open(training)
         return made
@@ -59,7 +60,7 @@ def open_adapter(name: str, declared: Training | Recipe) -> Adapter:
     cls = getattr(_module(file), attribute, None)
     if not (isinstance(cls, type) and issubclass(cls, Adapter)):
         found = "nothing of that name" if cls is None else f"{_kind(cls)} that is no Adapter"
-        raise ParityError(f"--adapter {name}", f"{found}; {_listed(file)}", _how(file))
+        raise ParityError(f"--adapter {name}", f"{found}; {_list_adapters(file)}", _how(file))
     own = getattr(cls, "open", None)
     recipe = declared if isinstance(declared, Recipe) else declared.recipe
     try:
@@ -82,7 +83,7 @@ def _file_and_name(name: str) -> tuple[Path, str]:
     bare = name.removesuffix(":")
     if bare.endswith(".py"):
         path = _existing(Path(bare))
-        raise ParityError(f"--adapter {name}", f"no class named; {_listed(path)}", _how(path))
+        raise ParityError(f"--adapter {name}", f"no class named; {_list_adapters(path)}", _how(path))
     if "/" in name or separator:
         raise ParityError(f"--adapter {name}", "no Python file with a class", f"give {FORM}")
     do = f"{nearest(name, SHIPPED)}; or give {FORM}"
@@ -99,7 +100,7 @@ def _kind(value: object) -> str:
     return f"a class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
-def _listed(file: Path) -> str:
+def _list_adapters(file: Path) -> str:
     """The adapters of a file in words."""
     names = adapters_in(file)
     return (
@@ -135,7 +136,7 @@ def adapters_in(file: Path) -> list[str]:
     return [node.name for node in classes if node.name in found]
 
 
-def _whole(declared: Training | Recipe, adapter: str) -> Training:
+def _whole(declared: TrainingFile | Recipe, adapter: str) -> TrainingFile:
     """A training file with its `run:`. Raises ParityError for a recipe alone."""
     if isinstance(declared, Recipe):
         do = "add run:, or begin the file with preset: and name what differs"
@@ -164,23 +165,23 @@ def _module(file: Path) -> ModuleType:
 
 
 def ask_trainer(
-    declared: Training | Recipe,
+    declared: TrainingFile | Recipe,
     adapter: str | Adapter = "builtin",
     *,
     only: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda name: None,
-) -> Asked:
+) -> WiringAnswers:
     """Every wiring probe's answer of one trainer. Raises ParityError for an adapter that cannot be opened."""
     opened = open_adapter(adapter, declared) if isinstance(adapter, str) else adapter
-    answers = tuple(ask_adapter(opened, only, say))
-    return Asked(
+    answers = tuple(query_adapter(opened, only, say))
+    return WiringAnswers(
         adapter=opened.name or type(opened).__name__,
         answers=answers,
         conformance=conformance(opened, answers),
     )
 
 
-def conformance(adapter: Adapter, answers: Sequence[tuple[str, Answer]]) -> Conformance:
+def conformance(adapter: Adapter, answers: Sequence[tuple[str, ProbeAnswer]]) -> Conformance:
     """All probes' statements; those without one are listed with what they said instead."""
     recipe: Recipe = adapter.recipe
     return Conformance(

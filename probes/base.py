@@ -1,7 +1,7 @@
 """What a probe is, and what a trace probe may ask for.
 
 A probe asks one question. It is given `Evidence` (the traces that workers captured, or the reason why
-one is missing) and answers with findings and tables. What is missing is a `skipped` finding that says
+one is missing) and answers with findings and tables. What is missing is a `skip_answer` finding that says
 so; a probe never passes on nothing.
 """
 
@@ -22,7 +22,7 @@ from parity.kernel.sums import PairStats, pair_stats
 from parity.reports.record import Column, Finding, Statement, Table, Value
 from parity.tracing.trace import Trace
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+CAPTURE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Evidence:
                 comparison = compare_traces(self.traces[pair[0]], self.traces[pair[1]])
                 errors = {tap.tap: tap.token_errors for tap in comparison.taps}
                 floors.append(
-                    Floor.measured(kind, errors, str(self.traces[pair[0]].manifest.environment.get("cpu")))
+                    Floor.from_errors(kind, errors, str(self.traces[pair[0]].manifest.environment.get("cpu")))
                 )
         if not floors:
             return None
@@ -82,7 +82,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class ProbeAnswer:
     """What a probe found."""
 
     findings: tuple[Finding, ...]
@@ -98,13 +98,13 @@ class TraceProbe(Protocol):
 
     name: str
 
-    def run(self, evidence: Evidence) -> Answer:
+    def run(self, evidence: Evidence) -> ProbeAnswer:
         """Answer from the evidence. Raises only where the probe itself is broken."""
 
 
-def skipped(name: str, because: str, next_step: str) -> Answer:
+def skip_answer(name: str, because: str, next_step: str) -> ProbeAnswer:
     """The answer of a probe that could not ask."""
-    return Answer(
+    return ProbeAnswer(
         findings=(
             Finding(name=name, outcome="skipped", sentence=f"not compared: {because}", next_step=next_step),
         )
@@ -124,15 +124,17 @@ class PairAnswer:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """As `parity compare` tells it; where it fails, `NAME.diagnosis` and every failing finding name the fault."""
-        return self._told[1]
+        return self._tables_and_findings[1]
 
     @property
     def tables(self) -> tuple[Table, ...]:
         """All kept as detail."""
-        return tuple(replace(t, detail=True, title=f"{t.title} ({self.name})") for t in self._told[0])
+        return tuple(
+            replace(t, detail=True, title=f"{t.title} ({self.name})") for t in self._tables_and_findings[0]
+        )
 
     @cached_property
-    def _told(self) -> tuple[tuple[Table, ...], tuple[Finding, ...]]:
+    def _tables_and_findings(self) -> tuple[tuple[Table, ...], tuple[Finding, ...]]:
         # A pair that passes is not diagnosed: that would read samples of it again to say nothing.
         failed = self.comparison.outcome == "fail"
         diagnosis = diagnose_or_why(self.comparison, self.a, self.b) if failed else None

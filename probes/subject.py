@@ -29,18 +29,18 @@ from parity.model.dflash.anchors import AnchorConfig, is_candidate
 from parity.model.dflash.mask import PADDING
 from parity.model.recipe.config import Recipe
 from parity.model.training.data import Batch
-from parity.probes.adapters.base import Adapter, Missing, Reference, Shown
-from parity.probes.base import Answer
+from parity.probes.adapters.base import Adapter, AdapterStep, NotExposed, TargetReference
+from parity.probes.base import ProbeAnswer
 from parity.probes.deviations import deviation
-from parity.probes.suppress import judged
-from parity.probes.table import TABLE, Entry
+from parity.probes.suppress import suppress_dependent
+from parity.probes.table import TABLE, ProbeEntry
 from parity.reports.record import WORST_FIRST, Finding, Outcome, Statement, Table, Value
 
 DRAWS = 8
 """Draws of the trainer's own anchors whose union says which tokens can be an anchor."""
 
 
-class Broken(Exception):
+class AdapterError(Exception):
     """The adapter did not do what an adapter does."""
 
     def __init__(self, part: str, expected: str, found: str, *, do: str = "", at: str = "") -> None:
@@ -68,7 +68,7 @@ def _numberless(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Text:
+class SyntheticDocument:
     """One document of a synthetic row."""
 
     length: int
@@ -79,7 +79,12 @@ class Text:
 
 
 def synthetic_row(
-    texts: Sequence[Text], vocabulary: int, *, avoid: Sequence[int] = (), padding: int = 0, seed: int = 0
+    texts: Sequence[SyntheticDocument],
+    vocabulary: int,
+    *,
+    avoid: Sequence[int] = (),
+    padding: int = 0,
+    seed: int = 0,
 ) -> Batch:
     """A packed row whose tokens are all different as long as the vocabulary lasts.
 
@@ -111,14 +116,14 @@ def synthetic_row(
     )
 
 
-class Subject:
+class ExaminedAdapter:
     """An adapter, the rows that it is asked with, and its answers checked for being answers."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter, self.recipe = adapter, adapter.recipe
         if not adapter.slices or adapter.width < 1 or adapter.vocabulary < 2:
             found = f"slices {adapter.slices!r}, width {adapter.width}, vocabulary {adapter.vocabulary}"
-            raise Broken("__init__", "slices, width and vocabulary set", found)
+            raise AdapterError("__init__", "slices, width and vocabulary set", found)
 
     @property
     def block(self) -> int:
@@ -127,7 +132,7 @@ class Subject:
 
     # --- rows -----------------------------------------------------------------------------------------
 
-    def row(self, texts: Sequence[Text], *, padding: int = 0, seed: int = 0) -> Batch:
+    def row(self, texts: Sequence[SyntheticDocument], *, padding: int = 0, seed: int = 0) -> Batch:
         """`synthetic_row` for this trainer: the declared mask token is in no text."""
         avoid = [self.recipe.block.mask_token_id]
         return synthetic_row(texts, self.adapter.vocabulary, avoid=avoid, padding=padding, seed=seed)
@@ -138,8 +143,11 @@ class Subject:
         prompt with a hole behind it, then padding. One document where the trainer does not pack."""
         size = self.block
         begins = size if self.recipe.block.documents == "prompt_masked" else 0
-        texts = [Text(length=4 * size, prompt=2), Text(length=3 * size, prompt=begins)]
-        texts.append(Text(length=3 * size, prompt=size, holes=(2 * size,)))
+        texts = [
+            SyntheticDocument(length=4 * size, prompt=2),
+            SyntheticDocument(length=3 * size, prompt=begins),
+        ]
+        texts.append(SyntheticDocument(length=3 * size, prompt=size, holes=(2 * size,)))
         return self.row(texts, padding=3)
 
     def states(self, batch: Batch, *, seed: int = 0, grad: bool = False) -> Tensor:
@@ -155,9 +163,9 @@ class Subject:
         seen = torch.zeros(len(batch.tokens), dtype=torch.bool)
         try:
             for seed in range(DRAWS):
-                with self.unmoved("draw"):
+                with self.guard_adapter_call("draw"):
                     seen[self.adapter.draw(batch, seed=seed, epoch=seed).cpu()] = True
-        except Missing:
+        except NotExposed:
             config = AnchorConfig(partial=self.recipe.block.partial)
             seen = is_candidate(batch.loss_mask, batch.document, self.block, config)
         return seen & (batch.document != PADDING)
@@ -173,7 +181,7 @@ class Subject:
                 picks = np.unique(np.linspace(0, len(own) - 1, min(each, len(own))).round().astype(int))
                 chosen += own[torch.from_numpy(picks)].tolist()
         if not chosen:
-            raise Broken("draw", "an anchor in a row with supervised tokens", "none")
+            raise AdapterError("draw", "an anchor in a row with supervised tokens", "none")
         return torch.tensor(sorted(chosen)[:count])
 
     # --- steps ----------------------------------------------------------------------------------------
@@ -186,30 +194,30 @@ class Subject:
         anchors: Tensor | None = None,
         seed: int = 0,
         training: bool = True,
-    ) -> Shown:
+    ) -> AdapterStep:
         """One step of the trainer, checked. Raises Broken where it is not what `Adapter.step` promises."""
         batch = self.batch if batch is None else batch
         states = self.states(batch, grad=True) if states is None else states
         anchors = self.anchors(batch) if anchors is None else anchors
-        with self.unmoved("step"), torch.enable_grad():
+        with self.guard_adapter_call("step"), torch.enable_grad():
             shown = self.adapter.step(batch, states, anchors=anchors, seed=seed, training=training)
         self._check(shown, batch, anchors)
         return shown
 
     @cached_property
-    def shown(self) -> Shown:
+    def step_output(self) -> AdapterStep:
         """The shared row's step, with its graph. States are `shown_states`."""
         return self.step(self.batch, self.shown_states)
 
     @cached_property
     def shown_states(self) -> Tensor:
-        """The captured states [S, N, D] that `shown` was made from, a leaf that takes gradients."""
+        """The captured states [S, N, D] that `step_output` was made from, a leaf that takes gradients."""
         return self.states(self.batch, grad=True)
 
     def _check(self, shown: Any, batch: Batch, anchors: Tensor) -> None:
         """Raise Broken for what is not shown as promised."""
-        if not isinstance(shown, Shown):
-            raise Broken("step", "a Shown", type(shown).__name__)
+        if not isinstance(shown, AdapterStep):
+            raise AdapterError("step", "a Shown", type(shown).__name__)
         where = (len(anchors), self.block, self.adapter.width)
         shapes: dict[str, tuple[Tensor, tuple[int | None, ...]]] = {
             "step.hidden": (shown.hidden, where),
@@ -224,51 +232,51 @@ class Subject:
             shapes["step.teacher"] = (shown.teacher, (*where[:2], len(shown.head)))
         for part, (tensor, shape) in shapes.items():
             if not isinstance(tensor, Tensor):
-                raise Broken(part, f"a tensor {_shape(shape)}", type(tensor).__name__)
+                raise AdapterError(part, f"a tensor {_shape(shape)}", type(tensor).__name__)
             fits = tensor.ndim == len(shape) and all(
                 want in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
             )
             if not fits:
-                raise Broken(part, _shape(shape), _shape(tensor.shape))
+                raise AdapterError(part, _shape(shape), _shape(tensor.shape))
         for part in ("loss", "hidden"):
             if not getattr(shown, part).requires_grad:
-                raise Broken(f"step.{part}", "a tensor in the graph", "a detached one")
+                raise AdapterError(f"step.{part}", "a tensor in the graph", "a detached one")
         if not torch.equal(shown.anchors.cpu(), anchors):
-            raise Broken(
+            raise AdapterError(
                 "step.anchors", f"the anchors it was given {anchors.tolist()}", f"{shown.anchors.tolist()}"
             )
 
-    def reference(self, batch: Batch) -> Reference:
+    def reference(self, batch: Batch) -> TargetReference:
         """The target's own states and logits. Raises Missing."""
-        with self.unmoved("reference"), torch.no_grad():
+        with self.guard_adapter_call("reference"), torch.no_grad():
             return self.adapter.reference(batch)
 
     def capture(self, batch: Batch) -> Tensor:
         """The trainer's own capture [S, N, D]. Raises Missing, or Broken for another shape."""
-        with self.unmoved("capture"), torch.no_grad():
+        with self.guard_adapter_call("capture"), torch.no_grad():
             states = self.adapter.capture(batch)
         shape = (len(batch.tokens), len(self.adapter.slices), self.adapter.width)
         if tuple(states.shape) != shape:
-            raise Broken("capture", _shape(shape), _shape(states.shape))
+            raise AdapterError("capture", _shape(shape), _shape(states.shape))
         return states
 
     @cached_property
-    def captured(self) -> Tensor:
+    def captured_states(self) -> Tensor:
         """The shared row as the trainer's own capture delivers it, [S, N, D]. Raises Missing."""
         return self.capture(self.batch)
 
     @cached_property
-    def referenced(self) -> Reference:
+    def target_reference(self) -> TargetReference:
         """The target's own states and logits of the shared row. Raises Missing."""
         return self.reference(self.batch)
 
     @cached_property
     def parameters(self) -> Mapping[str, Tensor]:
         """Every parameter by name. Raises Broken for what is no tensor, or none at all."""
-        with self.unmoved("parameters"):
+        with self.guard_adapter_call("parameters"):
             found = self.adapter.parameters()
         if not found or not all(isinstance(each, Tensor) for each in found.values()):
-            raise Broken(
+            raise AdapterError(
                 "parameters", "tensors by name", f"{len(found)} of {sorted(map(type_name, found.values()))}"
             )
         return found
@@ -276,30 +284,32 @@ class Subject:
     # --- care -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def unmoved(self, part: str) -> Iterator[None]:
+    def guard_adapter_call(self, part: str) -> Iterator[None]:
         """Run something of the adapter's: an exception is told as its own, a changed random state put back and told."""
         before = _random_state()
         try:
             yield
-        except (Missing, Broken):
+        except (NotExposed, AdapterError):
             raise
         except NotImplementedError as error:
-            raise Broken(part, "a method", "not written") from error
+            raise AdapterError(part, "a method", "not written") from error
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             found = f"{type(error).__name__}: {error} ({last.filename.rsplit('/', 1)[-1]}:{last.lineno})"
             at = f"{type(error).__name__} at {last.filename}:{last.lineno}"
-            raise Broken(part, "no exception", found, at=at) from error
+            raise AdapterError(part, "no exception", found, at=at) from error
         finally:
             after = _random_state()
             _set_random_state(before)
         moved = [name for name in before if not _same(before[name], after[name])]
         if moved:
             found = f"{', '.join(moved)} moved"
-            raise Broken(part, "the global random state left as it was", found, do=_forked(part, moved))
+            raise AdapterError(
+                part, "the global random state left as it was", found, do=_forked_hint(part, moved)
+            )
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restore_state(self) -> Iterator[None]:
         """Put parameters, `.grad`, optimizer and random state back afterwards, whatever is done to them."""
         snapshot = Snapshot(self)
         try:
@@ -329,7 +339,7 @@ def _random_state() -> dict[str, Any]:
     return state
 
 
-def _forked(part: str, moved: Sequence[str]) -> str:
+def _forked_hint(part: str, moved: Sequence[str]) -> str:
     """What to do about a method that uses up these global generators."""
     ways = {
         "torch": "wrap what draws in `with torch.random.fork_rng():` and call torch.manual_seed(seed) in it",
@@ -376,23 +386,23 @@ def _bits(tensor: Tensor) -> Tensor:
     return own.contiguous().view(-1).view(torch.uint8) if own.numel() else own
 
 
-def _mapped(value: Any, make: Callable[[Tensor], Any]) -> Any:
+def _map_tensors(value: Any, make: Callable[[Tensor], Any]) -> Any:
     """Mappings and sequences with `make` of every tensor in its place."""
     if isinstance(value, Tensor):
         return make(value)
     if isinstance(value, Mapping):
-        return {key: _mapped(each, make) for key, each in value.items()}
+        return {key: _map_tensors(each, make) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_mapped(each, make) for each in value)
+        return type(value)(_map_tensors(each, make) for each in value)
     return value
 
 
-def _cloned(value: Any) -> Any:
+def _clone_tensors(value: Any) -> Any:
     """A copy that shares no memory, in the host's, through mappings and sequences."""
-    return _mapped(value, lambda tensor: _own(tensor).to("cpu", copy=True))
+    return _map_tensors(value, lambda tensor: _own(tensor).to("cpu", copy=True))
 
 
-def _digested(value: Any) -> Any:
+def _digest_tensors(value: Any) -> Any:
     """A sum of every tensor's bits in its place: what was changed is seen, and nothing is kept."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -400,29 +410,29 @@ def _digested(value: Any) -> Any:
         whole = _own(tensor).contiguous().view(-1)
         return int(whole.view(kinds.get(whole.element_size(), torch.int8)).sum(dtype=torch.int64))
 
-    return _mapped(value, digest)
+    return _map_tensors(value, digest)
 
 
-def _written(live: Any, kept: Any) -> bool:
+def _copy_into(live: Any, kept: Any) -> bool:
     """Copy kept tensors into the live ones, in place; False where the two are not built alike."""
     if isinstance(live, Tensor) and isinstance(kept, Tensor):
         own = _own(live)
         return own.shape == kept.shape and own.copy_(kept) is own
     if isinstance(live, Mapping) and isinstance(kept, Mapping):
-        return live.keys() == kept.keys() and all([_written(live[key], kept[key]) for key in live])
+        return live.keys() == kept.keys() and all([_copy_into(live[key], kept[key]) for key in live])
     if isinstance(live, list | tuple) and isinstance(kept, list | tuple):
-        return len(live) == len(kept) and all([_written(a, b) for a, b in zip(live, kept, strict=True)])
+        return len(live) == len(kept) and all([_copy_into(a, b) for a, b in zip(live, kept, strict=True)])
     return bool(live == kept)
 
 
 class Snapshot:
     """What a probe must leave as it found it: parameters, `.grad`, optimizer, hooks, random state."""
 
-    def __init__(self, subject: Subject, *, copies: bool = True) -> None:
+    def __init__(self, subject: ExaminedAdapter, *, copies: bool = True) -> None:
         """copies: in the host's memory, to put back from; without them what was changed is only told."""
         self.copies = copies
-        keep = _cloned if copies else _digested
-        self._now: Callable[[Any], Any] = (lambda value: value) if copies else _digested
+        keep = _clone_tensors if copies else _digest_tensors
+        self._now: Callable[[Any], Any] = (lambda value: value) if copies else _digest_tensors
         self.parameters = dict(subject.parameters)
         self.values = {name: keep(tensor) for name, tensor in self.parameters.items()}
         self.flags = {name: tensor.requires_grad for name, tensor in self.parameters.items()}
@@ -430,13 +440,13 @@ class Snapshot:
         self.hooks = {name: _hooks(tensor) for name, tensor in self.parameters.items()}
         self.random = _random_state()
         try:
-            with subject.unmoved("optimizer"):
+            with subject.guard_adapter_call("optimizer"):
                 self.optimizer: torch.optim.Optimizer | None = subject.adapter.optimizer()
                 self.state = keep(self.optimizer.state_dict())
-        except Missing:
+        except NotExposed:
             self.optimizer = None
 
-    def changed(self) -> list[str]:
+    def list_changes(self) -> list[str]:
         """What is no longer bit for bit as it was."""
         told = []
         for name, tensor in self.parameters.items():
@@ -470,7 +480,7 @@ class Snapshot:
             if held is not None:
                 _own(held).copy_(value)
             tensor.grad = held
-        if self.optimizer is not None and not _written(self.optimizer.state_dict(), self.state):
+        if self.optimizer is not None and not _copy_into(self.optimizer.state_dict(), self.state):
             self.optimizer.load_state_dict(self.state)
         _set_random_state(self.random)
 
@@ -483,21 +493,21 @@ def _hooks(tensor: Tensor) -> tuple[int, ...]:
 # --- asking -------------------------------------------------------------------------------------------
 
 
-def ask(
-    subject: Subject,
+def query_probes(
+    subject: ExaminedAdapter,
     only: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda name: None,
     *,
     copies: bool = True,
-) -> list[tuple[str, Answer]]:
+) -> list[tuple[str, ProbeAnswer]]:
     """Every wiring probe's answer by its name, or those named in `only`. `say` hears which one is asked.
 
     copies: of the trainer's state are kept while a probe asks, so that what it changes is put back at once. Without
     them one look after the last probe tells what was changed, as an answer `untouched`; it stays changed.
     """
-    asked, moved = list[tuple[str, Answer | Broken]](), dict[str, tuple[Finding, ...]]()
+    asked, moved = list[tuple[str, ProbeAnswer | AdapterError]](), dict[str, tuple[Finding, ...]]()
     whole: Snapshot | None = None
-    with suppress(Broken):  # then the probes say so
+    with suppress(AdapterError):  # then the probes say so
         whole = None if copies else Snapshot(subject, copies=False)
     for entry in TABLE:
         if entry.asks == "trainer" and (only is None or entry.name in only):
@@ -506,36 +516,38 @@ def ask(
             asked.append((entry.name, made))
     answers = [
         (name, replace(made, findings=(*made.findings, *moved.get(name, ()))))
-        for name, made in judged(subject, _told_once(asked))
+        for name, made in suppress_dependent(subject, _told_once(asked))
     ]
-    changed = whole.changed() if whole else []
+    changed = whole.list_changes() if whole else []
     if changed:
-        answers.append(("untouched", _touched("asking.untouched", changed, "not put back: no copy was kept")))
+        answers.append(
+            ("untouched", _changed_answer("asking.untouched", changed, "not put back: no copy was kept"))
+        )
     return answers
 
 
-def ask_adapter(
+def query_adapter(
     adapter: Adapter,
     only: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda name: None,
     *,
     copies: bool = True,
-) -> list[tuple[str, Answer]]:
-    """`ask` of an adapter; one of which no subject can be made is the only answer, `adapter`."""
+) -> list[tuple[str, ProbeAnswer]]:
+    """`query_probes` of an adapter; one of which no subject can be made is the only answer, `adapter`."""
     try:
-        return ask(Subject(adapter), only, say, copies=copies)
-    except Broken as broken:
+        return query_probes(ExaminedAdapter(adapter), only, say, copies=copies)
+    except AdapterError as broken:
         return [("adapter", _broken_adapter(broken))]
 
 
-def _broken_adapter(broken: Broken, name: str = "adapter", probes: Sequence[str] = ()) -> Answer:
+def _broken_adapter(broken: AdapterError, name: str = "adapter", probes: Sequence[str] = ()) -> ProbeAnswer:
     """A mistake of the adapter as a finding, with the probes that could not be asked because of it."""
     because = f"; not asked because of it: {', '.join(probes)}" if probes else ""
     evidence = (("part", broken.part), ("expected", broken.expected), ("found", broken.found))
     return one(name, "error", broken.sentence + because, evidence=evidence, next_step=broken.do)
 
 
-def _told_once(asked: Sequence[tuple[str, Answer | Broken]]) -> list[tuple[str, Answer]]:
+def _told_once(asked: Sequence[tuple[str, ProbeAnswer | AdapterError]]) -> list[tuple[str, ProbeAnswer]]:
     """Answers in which a mistake of the adapter that stops several probes is one finding, before the first of them.
 
     A mistake that stops one probe is that probe's finding. The probes that another finding speaks for have an answer
@@ -543,11 +555,11 @@ def _told_once(asked: Sequence[tuple[str, Answer | Broken]]) -> list[tuple[str, 
     """
     stopped: dict[tuple[str, str, str], list[str]] = {}
     for name, answer in asked:
-        if isinstance(answer, Broken):
+        if isinstance(answer, AdapterError):
             stopped.setdefault(answer.mistake, []).append(name)
-    answers, told = list[tuple[str, Answer]](), dict[tuple[str, str, str], str]()
+    answers, told = list[tuple[str, ProbeAnswer]](), dict[tuple[str, str, str], str]()
     for name, answer in asked:
-        if not isinstance(answer, Broken):
+        if not isinstance(answer, AdapterError):
             answers.append((name, answer))
             continue
         probes = stopped[answer.mistake]
@@ -559,11 +571,11 @@ def _told_once(asked: Sequence[tuple[str, Answer | Broken]]) -> list[tuple[str, 
             same = sum(other == finding or other.startswith(f"{finding}-") for other in told.values())
             told[answer.mistake] = f"{finding}-{same + 1}" if same else finding
             answers.append(("adapter", _broken_adapter(answer, told[answer.mistake], probes)))
-        answers.append((name, Answer(findings=(), unasked=f"see the finding {told[answer.mistake]}")))
+        answers.append((name, ProbeAnswer(findings=(), unasked=f"see the finding {told[answer.mistake]}")))
     return answers
 
 
-def _touched(name: str, changed: Sequence[str], then: str) -> Answer:
+def _changed_answer(name: str, changed: Sequence[str], then: str) -> ProbeAnswer:
     do = "let the adapter's methods leave the trainer as they found it"
     if any(each.startswith("random state") for each in changed):
         do += "; wrap what draws at random in `with torch.random.fork_rng():`, seeded in it"
@@ -575,15 +587,17 @@ def _touched(name: str, changed: Sequence[str], then: str) -> Answer:
     )
 
 
-def _answer(entry: Entry, subject: Subject, copies: bool) -> tuple[Answer | Broken, tuple[Finding, ...]]:
+def _answer(
+    entry: ProbeEntry, subject: ExaminedAdapter, copies: bool
+) -> tuple[ProbeAnswer | AdapterError, tuple[Finding, ...]]:
     """One probe's answer, or the adapter's mistake that it met, and what it left changed. A probe that breaks is a
     finding."""
     snapshot: Snapshot | None = None
-    made: Answer | Broken
+    made: ProbeAnswer | AdapterError
     try:
         snapshot = Snapshot(subject) if copies else None
         made = entry.load().run(subject)
-    except Missing as missing:
+    except NotExposed as missing:
         part = str(missing.args[0]) if missing.args else "a part"
         made = one(
             entry.name,
@@ -591,7 +605,7 @@ def _answer(entry: Entry, subject: Subject, copies: bool) -> tuple[Answer | Brok
             f"the adapter does not show {part}",
             next_step=f"write `{part.split()[0]}` (parity.probes.adapters.base) to have this asked",
         )
-    except Broken as broken:
+    except AdapterError as broken:
         made = broken
     except Exception as error:
         told = traceback.format_exc().strip().splitlines()
@@ -602,15 +616,15 @@ def _answer(entry: Entry, subject: Subject, copies: bool) -> tuple[Answer | Brok
             evidence=(("traceback", "\n".join(told[-12:])),),
             next_step="report it to parity with this report",
         )
-    changed = snapshot.changed() if snapshot else []
+    changed = snapshot.list_changes() if snapshot else []
     if snapshot and changed:
         snapshot.restore()
-        return made, _touched(f"{entry.name}.untouched", changed, "put back").findings
+        return made, _changed_answer(f"{entry.name}.untouched", changed, "put back").findings
     return made, ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
+class FoundDeviation:
     """A deviation that a probe found."""
 
     name: str
@@ -621,14 +635,14 @@ class Fault:
     outcome: Outcome = "fail"
 
 
-def answer(
+def make_probe_answer(
     name: str,
     sentence: str,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[FoundDeviation] = (),
     *,
     facts: Mapping[str, Value] | None = None,
     tables: Sequence[Table] = (),
-) -> Answer:
+) -> ProbeAnswer:
     """A wiring probe's answer: one finding a fault, worst first, or one that passes with `sentence`.
 
     sentence: what was measured, right or wrong; with `facts` it is the probe's part of the conformance statement.
@@ -649,14 +663,14 @@ def answer(
     if not findings:
         findings = [Finding(name=name, outcome="pass", sentence=sentence, evidence=pairs, tables=shown)]
     statement = Statement(probe=name, sentence=sentence, facts=pairs)
-    return Answer(findings=tuple(findings), tables=tuple(tables), statement=statement)
+    return ProbeAnswer(findings=tuple(findings), tables=tuple(tables), statement=statement)
 
 
-def one(name: str, outcome: Outcome, sentence: str, **rest: Any) -> Answer:
+def one(name: str, outcome: Outcome, sentence: str, **rest: Any) -> ProbeAnswer:
     """An answer of one finding and no statement."""
-    return Answer(findings=(Finding(name=name, outcome=outcome, sentence=sentence, **rest),))
+    return ProbeAnswer(findings=(Finding(name=name, outcome=outcome, sentence=sentence, **rest),))
 
 
-def declared(recipe: Recipe) -> tuple[str, ...]:
+def list_fc_taps(recipe: Recipe) -> tuple[str, ...]:
     """Taps of the slices that the recipe feeds to fc, in order."""
     return tuple(f"layer.{layer}.out" for layer in recipe.conditioning.decoder_layers)

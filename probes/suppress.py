@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parity.probes.base import Answer
+from parity.probes.base import ProbeAnswer
 from parity.reports.record import Finding
 
 if TYPE_CHECKING:
-    from parity.probes.subject import Subject
+    from parity.probes.subject import ExaminedAdapter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Clouded:
+class SuppressionRule:
     """Findings that say nothing where another is there, which alone makes a trainer show them that is right besides."""
 
     cause: str
@@ -28,41 +28,41 @@ class Clouded:
     faults: tuple[str, ...]
     """Faults of other probes that are then not judged."""
     why: str
-    holds: Callable[["Subject"], bool] = lambda subject: True
+    holds: Callable[["ExaminedAdapter"], bool] = lambda subject: True
     """Whether it is so for this trainer, where the cause alone does not say."""
 
 
-def _detached(subject: "Subject") -> bool:
+def _states_are_detached(subject: "ExaminedAdapter") -> bool:
     """Whether nothing of the states reaches the drafted hidden states by gradient."""
-    hidden = subject.shown.hidden
+    hidden = subject.step_output.hidden
     (moved,) = torch.autograd.grad(hidden.sum(), subject.shown_states, retain_graph=True, allow_unused=True)
     return moved is None or not bool(moved.any())
 
 
 CLOUDED = (
-    Clouded(
+    SuppressionRule(
         cause="noise-on-teacher",
         faults=("teacher-head", "label-unrecognised"),
         why="labels and teacher logits are made from states with noise, and differ from the target's own by that alone",
     ),
-    Clouded(
+    SuppressionRule(
         cause="trained-without-gradient",
         faults=("window-undeclared",),
         why="no gradient reaches the conditioning states, so none says what a layer sees of them",
-        holds=_detached,
+        holds=_states_are_detached,
     ),
-    Clouded(
+    SuppressionRule(
         cause="noise-behind-fc",
         faults=("drafter-not-recognised",),
         why="the drafter's states hold noise, and are no declared drafter's by that alone",
     ),
-    Clouded(
+    SuppressionRule(
         cause="loss-head",
         faults=("label-unknown", "label-unrecognised", "teacher-head"),
         why="labels and the teacher are read through the target's head, and the draft's logits are made by another",
     ),
     *(
-        Clouded(
+        SuppressionRule(
             cause=cause,
             faults=("label-unrecognised",),
             why="labels are read from the gradient of the declared loss, and this is another loss",
@@ -74,7 +74,9 @@ CLOUDED = (
 reported. A name that says more (another layer, another offset) is no row's: it cannot come from the cause."""
 
 
-def judged(subject: "Subject", answers: Sequence[tuple[str, Answer]]) -> list[tuple[str, Answer]]:
+def suppress_dependent(
+    subject: "ExaminedAdapter", answers: Sequence[tuple[str, ProbeAnswer]]
+) -> list[tuple[str, ProbeAnswer]]:
     """Answers in which what `CLOUDED` cannot judge is skipped, with the reason and what was seen."""
     found = {f.fault for _, answer in answers for f in answer.findings if f.outcome == "fail"}
     rows = {

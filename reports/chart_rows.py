@@ -16,7 +16,7 @@ NUMBER, ZERO, ODD = 0, 1, 2
 
 
 @dataclass(slots=True)
-class Plot:
+class ChartRows:
     """A chart with its columns looked up and its rows sorted into what can be placed."""
 
     chart: Chart
@@ -39,7 +39,7 @@ class Plot:
         return [number for number in found if number > 0 or not self.chart.log]
 
 
-def plot_of(table: Table, chart: Chart) -> Plot:
+def plot_of(table: Table, chart: Chart) -> ChartRows:
     """Looks up the columns, sorts each value, and thins the rows where there are too many."""
     places = {column.key: index for index, column in enumerate(table.columns)}
     wanted = {"x": chart.x, "y": chart.y, "s": chart.series, "v": chart.value}
@@ -50,7 +50,7 @@ def plot_of(table: Table, chart: Chart) -> Plot:
         found = f"the table has no column {missing[0]!r}" if missing else "a heat map needs a `value`"
         raise ValueError(found)
     rows = {name: words.values_of(table, places[key]) for name, key in fields.items()}
-    plot = Plot(chart, {name: table.columns[places[key]] for name, key in fields.items()}, rows, [])
+    plot = ChartRows(chart, {name: table.columns[places[key]] for name, key in fields.items()}, rows, [])
     rows["k"] = [_kind(value, chart.log) for value in rows[plot.value]]
     _thin(plot)
     for name, values in rows.items():
@@ -76,7 +76,7 @@ def _short(value: Value) -> Value:
     return float(f"{value:.10g}" if 0.9 < abs(value) < 1.1 else f"{value:.5g}")
 
 
-def _thin(plot: Plot) -> None:
+def _thin(plot: ChartRows) -> None:
     """Keeps, of neighbouring places on x, the one with the largest value, until the rows are few enough."""
     rows, count = plot.rows, len(plot.rows["x"])
     if count <= MAX_ROWS:
@@ -96,7 +96,7 @@ def _thin(plot: Plot) -> None:
     plot.remarks.append(f"Of every {step} neighbours on {title} the one with the largest value is drawn.")
 
 
-def _remark(plot: Plot) -> None:
+def _remark(plot: ChartRows) -> None:
     """Says what zeros and values without a place look like, or that they are not drawn."""
     kinds = plot.rows["k"]
     zeros, odd = kinds.count(ZERO), kinds.count(ODD)
@@ -108,4 +108,4 @@ def _remark(plot: Plot) -> None:
         plot.remarks.append(f"{zero} exactly 0 ({zeros} of {len(kinds)}); the scale is logarithmic.")
     if odd:
         what = "negative or not finite" if plot.chart.log else "not finite"
-        plot.remarks.append(f"{words.many(odd, 'value is', 'values are')} {what}, {cross}.")
+        plot.remarks.append(f"{words.count_words(odd, 'value is', 'values are')} {what}, {cross}.")

@@ -17,7 +17,7 @@ from typing import Any
 import altair as alt
 
 from parity.reports import words
-from parity.reports.chart_rows import NUMBER, ODD, ZERO, Plot, plot_of
+from parity.reports.chart_rows import NUMBER, ODD, ZERO, ChartRows, plot_of
 from parity.reports.record import Table, Value
 
 HEIGHT, FLAT = 260, 60
@@ -36,7 +36,7 @@ Layers = alt.LayerChart | alt.FacetChart
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class ChartDrawing:
     """What the page needs to draw one chart."""
 
     spec: dict[str, Any]
@@ -51,7 +51,7 @@ class Drawing:
     """What the chart leaves out or shows in a way of its own."""
 
 
-def draw(table: Table) -> Drawing | None:
+def draw(table: Table) -> ChartDrawing | None:
     """The table's chart; None where it has none, no rows, or bars of no height. Raises ValueError where a column is
     missing."""
     if table.chart is None or not table.rows:
@@ -70,7 +70,7 @@ def draw(table: Table) -> Drawing | None:
     tips = [(words.heading(column), name) for name, column in plot.columns.items()]
     # Vega puts the description where the page's own label was, and removes that one where there is none
     label = spec["description"] = _label(plot, table)
-    return Drawing(spec, plot.rows, tips, label, plot.remarks)
+    return ChartDrawing(spec, plot.rows, tips, label, plot.remarks)
 
 
 _CONFIG: dict[str, Any] = {
@@ -102,7 +102,7 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-def _label(plot: Plot, table: Table) -> str:
+def _label(plot: ChartRows, table: Table) -> str:
     """The chart in one sentence."""
     title = {name: column.title for name, column in plot.columns.items()}
     over = f"{title['x']} and {title['y']}" if plot.chart.kind == "heatmap" else title["x"]
@@ -116,7 +116,7 @@ def _distinct(values: Iterable[Value]) -> list[Value]:
     return list(dict.fromkeys(values))
 
 
-def _domain(plot: Plot, numbers: Sequence[float]) -> list[float]:
+def _domain(plot: ChartRows, numbers: Sequence[float]) -> list[float]:
     """The value axis from end to end, with room below for the line of zeros."""
     low, high = min(numbers), max(numbers)
     if plot.chart.log:
@@ -139,7 +139,7 @@ def _ticks(numbers: Sequence[float]) -> list[float]:
     return [tick for tick in ticks if 10.0**first <= tick <= high]
 
 
-def _axis(plot: Plot, numbers: Sequence[float], channel: Any) -> Any:
+def _axis(plot: ChartRows, numbers: Sequence[float], channel: Any) -> Any:
     """The measured value as an encoding of `channel` (`alt.X` or `alt.Y`)."""
     title = words.heading(plot.columns[plot.value])
     scale: dict[str, Any] = {"domain": _domain(plot, numbers), "nice": False, "zero": False}
@@ -150,7 +150,7 @@ def _axis(plot: Plot, numbers: Sequence[float], channel: Any) -> Any:
     return channel("y:Q", title=title, scale=alt.Scale(**scale), axis=alt.Axis(**axis))
 
 
-def _place(plot: Plot) -> alt.X:
+def _place(plot: ChartRows) -> alt.X:
     """Where on x a row stands: a number on its axis, a text in the table's order."""
     column, places = plot.columns["x"], _distinct(plot.rows["x"])
     title = words.heading(column)
@@ -166,7 +166,7 @@ def _place(plot: Plot) -> alt.X:
     return alt.X("x:Q", title=title, scale=scale, axis=alt.Axis(grid=False, **axis))
 
 
-def _colours(plot: Plot) -> dict[str, Any]:
+def _colours(plot: ChartRows) -> dict[str, Any]:
     """Colour and shape by series, in the table's order."""
     if "s" not in plot.rows:
         return {"color": alt.value(SERIES[0])}
@@ -185,7 +185,7 @@ def _columns(names: Sequence[str]) -> int:
     return int(min(8, max(1, LEGEND // entry)))
 
 
-def _lines(plot: Plot, numbers: Sequence[float]) -> Layers:
+def _lines(plot: ChartRows, numbers: Sequence[float]) -> Layers:
     """Lines over x, one a series, broken where a value has no place; zeros and odd values as marks."""
     rows = plot.rows
     rows["r"] = _runs(rows)
@@ -241,7 +241,7 @@ def _zero_line() -> list[alt.Chart]:
     return [rule.encode(**across), text.encode(x=alt.value(0), y=alt.value("height"))]
 
 
-def _rules(plot: Plot, y: Any) -> list[alt.Chart]:
+def _rules(plot: ChartRows, y: Any) -> list[alt.Chart]:
     """The limits across the chart and the marked places on x, with their labels."""
     layers: list[alt.Chart] = []
     limits = [{"y": value, "label": words.plain(text)} for value, text in plot.chart.limits]
@@ -267,7 +267,7 @@ def _rules(plot: Plot, y: Any) -> list[alt.Chart]:
     return layers
 
 
-def _is_right(plot: Plot, value: Value) -> bool:
+def _is_right(plot: ChartRows, value: Value) -> bool:
     """Whether a place lies in the right half of the chart, so that its label stands left of it."""
     places = _distinct(plot.rows["x"])
     if not words.is_numeric(plot.columns["x"]):
@@ -276,7 +276,7 @@ def _is_right(plot: Plot, value: Value) -> bool:
     return isinstance(value, (int, float)) and 2 * value >= min(numbers) + max(numbers)
 
 
-def _bars(plot: Plot, numbers: Sequence[float]) -> Layers:
+def _bars(plot: ChartRows, numbers: Sequence[float]) -> Layers:
     """Bars, lying where their names are texts, standing where they are numbers."""
     lying = not words.is_numeric(plot.columns["x"])
     names = len(_distinct(plot.rows["x"]))
@@ -309,7 +309,7 @@ def _bars(plot: Plot, numbers: Sequence[float]) -> Layers:
     return alt.layer(*layers).properties(width="container", height=height)
 
 
-def _heatmap(plot: Plot, numbers: Sequence[float]) -> Layers:
+def _heatmap(plot: ChartRows, numbers: Sequence[float]) -> Layers:
     """Cells over x and y in steps of colour; hollow where 0 on a logarithmic scale, crossed where odd."""
     x, y = (_band(plot, name, channel) for name, channel in (("x", alt.X), ("y", alt.Y)))
     base = alt.Chart(alt.NamedData(name="rows")).encode(x=x, y=y, tooltip=_TIP)
@@ -348,7 +348,7 @@ def _step(value: Value, names: Sequence[str], bounds: Sequence[float]) -> Value:
     return names[bisect_right(bounds, value)] if isinstance(value, (int, float)) else None
 
 
-def _band(plot: Plot, name: str, channel: Any) -> Any:
+def _band(plot: ChartRows, name: str, channel: Any) -> Any:
     """The rows or columns of a heat map, in the table's order; every tenth of many numbers is labelled."""
     places = _distinct(plot.rows[name])
     axis: dict[str, Any] = {"labelOverlap": True, "labelAngle": 0, "ticks": False, "domain": False}

@@ -25,13 +25,13 @@ from parity.reports.record import (
     Value,
 )
 
-BAD: tuple[Outcome, ...] = ("fail", "error")
+FAILING_OUTCOMES: tuple[Outcome, ...] = ("fail", "error")
 LOG_FROM = 100.0
 """Largest over smallest value from which a timeline gets a logarithmic axis; all values must be positive."""
-STEP = Column(key="step", title="step", kind="int")
+STEP_COLUMN = Column(key="step", title="step", kind="int")
 
 
-def report_of(
+def steps_report(
     steps: Sequence[StepReport],
     *,
     title: str,
@@ -68,7 +68,7 @@ def report_of(
     )
 
 
-def read(path: str | Path) -> Report:
+def read_steps_report(path: str | Path) -> Report:
     """The report at a path: report.json, a folder that holds one, or a run's steps.jsonl or the folder of it.
 
     Raises ParityError where there is none of these.
@@ -78,15 +78,15 @@ def read(path: str | Path) -> Report:
     if steps is not None:
         command = f"parity show {steps}"
         title = f"Training run {steps.resolve().parent.name}"
-        return report_of(step_log.read(steps), title=title, command=command)
-    return schema.read(path / "report.json" if path.is_dir() else path)
+        return steps_report(step_log.read_step_log(steps), title=title, command=command)
+    return schema.read_report(path / "report.json" if path.is_dir() else path)
 
 
 def steps_file(path: Path) -> Path | None:
     """The file of step reports that a path means; None where it means a report."""
-    if path.is_dir() and not (path / "report.json").exists() and (path / step_log.NAME).exists():
-        return path / step_log.NAME
-    return path if path.suffix == Path(step_log.NAME).suffix else None
+    if path.is_dir() and not (path / "report.json").exists() and (path / step_log.STEP_LOG_NAME).exists():
+        return path / step_log.STEP_LOG_NAME
+    return path if path.suffix == Path(step_log.STEP_LOG_NAME).suffix else None
 
 
 def drift(steps: Iterable[StepReport]) -> tuple[tuple[int, str], ...]:
@@ -99,7 +99,7 @@ def drift(steps: Iterable[StepReport]) -> tuple[tuple[int, str], ...]:
     for step in steps:
         broken = []
         for finding in step.findings:
-            bad = finding.outcome in BAD
+            bad = finding.outcome in FAILING_OUTCOMES
             if bad and not before.get(finding.name, False):
                 broken.append(finding.fault or finding.name)
             if finding.outcome != "skipped":
@@ -162,7 +162,7 @@ def _first(steps: Sequence[StepReport], name: str) -> int:
     return next(step for step, outcome in seen if outcome == worst)
 
 
-def group_of(name: str) -> tuple[str, str]:
+def column_group_of(name: str) -> tuple[str, str]:
     """Which timeline a value belongs to, and which line of it is: `layer.16.snr` is line `16` of `layer.*.snr`.
 
     Without a number in it, the last part names the timeline (a quantity) and the rest the line:
@@ -184,10 +184,10 @@ def _timelines(steps: Sequence[StepReport], marks: Sequence[tuple[int, str]]) ->
     for step in steps:
         for name, value in step.values:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                group, line = group_of(name)
+                group, line = column_group_of(name)
                 rows.setdefault(group, []).append((step.step, line, float(value)))
                 names[group, line] = name
-    moving = sorted((group for group in rows if _changed(rows[group])), key=_interest)
+    moving = sorted((group for group in rows if _has_changed(rows[group])), key=_interest)
     for index, group in enumerate(moving):
         lines = [name for (of, _), name in names.items() if of == group]
         yield _timeline(group, rows[group], marks, title=lines[0] if len(lines) == 1 else "", first=not index)
@@ -221,21 +221,21 @@ def _lines(points: Sequence[tuple[Value, ...]]) -> dict[str, list[Value]]:
     return lines
 
 
-def _changed(points: Sequence[tuple[Value, ...]]) -> bool:
+def _has_changed(points: Sequence[tuple[Value, ...]]) -> bool:
     """Whether any line of a group had two different values."""
     return any(len({str(value) for value in values}) > 1 for values in _lines(points).values())
 
 
 INTEREST = ("loss", "tau", "estimate", "expected", "accuracy", "slot", "snr", "influence", "recapture")
 """What a run is looked at for, first to last; then everything else, and tensors' moments at the end."""
-MOMENTS = ("mean", "std", "finite")
+MOMENT_COLUMNS = ("mean", "std", "finite")
 
 
 def _interest(group: str) -> int:
     """Where a timeline stands on the page."""
     parts = group.split(".")
-    if parts[-1] in MOMENTS:
-        return len(INTEREST) + 1 + MOMENTS.index(parts[-1])
+    if parts[-1] in MOMENT_COLUMNS:
+        return len(INTEREST) + 1 + MOMENT_COLUMNS.index(parts[-1])
     return next((place for place, word in enumerate(INTEREST) if word in parts), len(INTEREST))
 
 
@@ -251,7 +251,11 @@ def _timeline(
     return Table(
         name=f"timeline.{group}",
         title=f"{title or group.removeprefix('*.')} over steps",
-        columns=(STEP, Column(key="series", title=by), Column(key="value", title=quantity, kind="float")),
+        columns=(
+            STEP_COLUMN,
+            Column(key="series", title=by),
+            Column(key="value", title=quantity, kind="float"),
+        ),
         rows=tuple(points),
         detail=True,
         chart=Chart(
@@ -300,7 +304,7 @@ def _changes(steps: Sequence[StepReport]) -> Iterator[Table]:
             name="changes",
             title="What was said of the step, and where that changed",
             columns=(
-                STEP,
+                STEP_COLUMN,
                 Column(key="name", title="what"),
                 Column(key="before", title="before"),
                 Column(key="after", title="from this step on"),
@@ -323,7 +327,7 @@ def _outcomes(steps: Sequence[StepReport]) -> Iterator[Table]:
             name="outcomes",
             title="Findings, at the steps at which they changed",
             columns=(
-                STEP,
+                STEP_COLUMN,
                 Column(key="finding", title="finding"),
                 Column(key="outcome", title="outcome", kind="outcome"),
                 Column(key="fault", title="fault"),

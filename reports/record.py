@@ -123,7 +123,7 @@ class Conformance:
     """Probe and reason, for those that could not."""
 
     @property
-    def said(self) -> tuple[tuple[str, str], ...]:
+    def sentences(self) -> tuple[tuple[str, str], ...]:
         """Probe and sentence, those that could not answer with the reason."""
         answered = tuple((statement.probe, statement.sentence) for statement in self.statements)
         return answered + tuple((probe, f"not answered ({reason})") for probe, reason in self.unanswered)
@@ -131,7 +131,7 @@ class Conformance:
     @property
     def paragraph(self) -> str:
         """All sentences as one paragraph."""
-        said = (f"{probe}: {sentence}." for probe, sentence in self.said)
+        said = (f"{probe}: {sentence}." for probe, sentence in self.sentences)
         return " ".join([f"{self.trainer}, recipe {self.recipe}.", *said])
 
 

@@ -28,7 +28,7 @@ from parity.errors import ParityError
 from parity.reports.record import Conformance, Report, StepReport, Table, Value
 
 NUMBER = 1
-SCHEMA = f"parity-report/{NUMBER}"
+REPORT_SCHEMA = f"parity-report/{NUMBER}"
 STEP_SCHEMA = "parity-step/1"
 CONFORMANCE_SCHEMA = "parity-conformance/1"
 
@@ -51,13 +51,13 @@ class _Damaged(Exception):
 
 def to_dict(report: Report) -> dict[str, Any]:
     """The report as plain dicts, lists, strings and finite numbers. Raises TypeError on anything else."""
-    return {"schema": SCHEMA, **_encode(report, "report")}
+    return {"schema": REPORT_SCHEMA, **_encode(report, "report")}
 
 
 def from_dict(data: object, *, source: str = "the data given") -> Report:
     """The report that `to_dict` wrote, equal in every field. Raises ParityError on anything else."""
     try:
-        report = _decode(Report, _upgraded(data), "report")
+        report = _decode(Report, _upgrade(data), "report")
         _check_tables(report.tables, "report")
     except _Damaged as damage:
         raise _refusal(source, "a report", damage) from None
@@ -108,9 +108,9 @@ def conformance_from_dict(data: object, *, source: str = "the data given") -> Co
     return made
 
 
-def parsed(text: str, source: str) -> object:
+def parse_json(text: str, source: str) -> object:
     """The JSON in a text. Raises ParityError for what is none."""
-    return _parsed(text, source)
+    return _parse_text(text, source)
 
 
 def _refusal(source: str, what: str, damage: _Damaged) -> ParityError:
@@ -121,13 +121,13 @@ def _refusal(source: str, what: str, damage: _Damaged) -> ParityError:
     )
 
 
-def read(source: str | Path) -> Report:
+def read_report(source: str | Path) -> Report:
     """The report in a file (a path) or in a text (a string that starts with `{`).
 
     Raises ParityError where there is no file, no JSON, or no report.
     """
     if isinstance(source, str) and source.lstrip()[:1] == "{":
-        return from_dict(_parsed(source, "the text given"), source="the text given")
+        return from_dict(_parse_text(source, "the text given"), source="the text given")
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")
@@ -138,10 +138,10 @@ def read(source: str | Path) -> Report:
     except OSError as error:
         found = error.strerror or str(error)
         raise ParityError(f"read {path} as a report", found, "check the path; commands print it") from None
-    return from_dict(_parsed(text, str(path)), source=str(path))
+    return from_dict(_parse_text(text, str(path)), source=str(path))
 
 
-def _parsed(text: str, source: str) -> object:
+def _parse_text(text: str, source: str) -> object:
     """The JSON in a text; refuses the literals NaN and Infinity, which are no JSON."""
 
     def refuse(literal: str) -> float:
@@ -167,7 +167,7 @@ class _Foreign(Exception):
         super().__init__(found)
 
 
-def _upgraded(data: object) -> dict[str, Any]:
+def _upgrade(data: object) -> dict[str, Any]:
     """The fields of a report in the present version, without the version's key."""
     give = "give a report.json that a parity command wrote"
     if not isinstance(data, dict):
@@ -176,11 +176,11 @@ def _upgraded(data: object) -> dict[str, Any]:
         raise _Foreign("a JSON object without the key `schema`, so not a report of parity", give)
     match = re.fullmatch(r"parity-report/([1-9][0-9]{0,8})", str(data["schema"]))
     if match is None:
-        raise _Foreign(f"the schema {str(data['schema'])[:80]!r}, where {SCHEMA!r} is known", give)
+        raise _Foreign(f"the schema {str(data['schema'])[:80]!r}, where {REPORT_SCHEMA!r} is known", give)
     number = int(match[1])
     if number > NUMBER:
         raise _Foreign(
-            f"the newer schema {data['schema']!r}; this parity reads up to {SCHEMA!r}", "update parity"
+            f"the newer schema {data['schema']!r}; this parity reads up to {REPORT_SCHEMA!r}", "update parity"
         )
     fields = {key: value for key, value in data.items() if key != "schema"}
     while number < NUMBER:
@@ -259,7 +259,7 @@ def _decode_record(kind: Any, data: object, where: str) -> Any:
     unknown = sorted(str(key) for key in data.keys() - hints.keys())
     if unknown:
         raise _Damaged(where, f"the unknown field {unknown[0]!r:.80}")
-    missing = [name for name in _required(kind) if name not in data]
+    missing = [name for name in _required_fields(kind) if name not in data]
     if missing:
         raise _Damaged(where, f"the field {missing[0]!r} is missing")
     parts = {name: _decode(hints[name], value, f"{where}.{name}") for name, value in data.items()}
@@ -275,7 +275,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 @cache
-def _required(kind: Any) -> tuple[str, ...]:
+def _required_fields(kind: Any) -> tuple[str, ...]:
     """The fields without a default."""
     fields = dataclasses.fields(kind)
     absent = dataclasses.MISSING
@@ -290,7 +290,7 @@ def _json_name(data: object) -> str:
 
 def json_schema() -> dict[str, Any]:
     """A JSON Schema (2020-12) of what `to_dict` writes, derived from the records."""
-    return _schema_of(Report, SCHEMA)
+    return _schema_of(Report, REPORT_SCHEMA)
 
 
 def step_json_schema() -> dict[str, Any]:
@@ -324,7 +324,7 @@ def _describe_record(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         "type": "object",
         "description": text,
         "properties": properties,
-        "required": list(_required(kind)),
+        "required": list(_required_fields(kind)),
         "additionalProperties": False,
     }
 

@@ -17,7 +17,7 @@ from parity.errors import ParityError
 from parity.reports.record import StepReport
 from parity.reports.schema import step_from_dict, step_to_dict
 
-NAME = "steps.jsonl"
+STEP_LOG_NAME = "steps.jsonl"
 """What the file is called in the folder of a run."""
 
 
@@ -48,7 +48,7 @@ def _end_last_line(file: FileIO, path: Path) -> None:
         file.write(b"\n")
 
 
-def read(path: str | Path) -> tuple[StepReport, ...]:
+def read_step_log(path: str | Path) -> tuple[StepReport, ...]:
     """The steps in the file, rising. A cut last line is left out; an empty file has no steps.
 
     Raises ParityError where there is no file, or where any other line is no step report.

@@ -14,7 +14,7 @@ from parity.reports import words
 from parity.reports.record import Table
 
 GAP = "  "
-MAX_ROWS = 200
+TEXT_TABLE_ROWS = 200
 """Rows that a terminal shows of one table; 64 layers in three series fit."""
 NARROW, WIDE = 16, 30
 """Columns that a text may be wrapped to, where the table is too wide and where it is not."""
@@ -46,13 +46,13 @@ def paint(table: Table, *, width: int, styles: Mapping[str, str]) -> Iterator[Te
         if number:
             yield Text()
         yield from _block(tracks, block, outcomes, width=width, styles=styles)
-    if len(table.rows) > MAX_ROWS:
-        yield Text(f"... {len(table.rows) - MAX_ROWS} more rows, in the JSON and HTML reports")
+    if len(table.rows) > TEXT_TABLE_ROWS:
+        yield Text(f"... {len(table.rows) - TEXT_TABLE_ROWS} more rows, in the JSON and HTML reports")
 
 
 def _track(table: Table, index: int) -> _Track:
     column = table.columns[index]
-    cells = words.column_cells(words.values_of(table, index, slice(MAX_ROWS)))
+    cells = words.column_cells(words.values_of(table, index, slice(TEXT_TABLE_ROWS)))
     heading = words.heading(column)
     widest = max(cell_len(text) for text in cells)
     word = max(cell_len(text) for text in heading.split(" "))
@@ -100,21 +100,21 @@ def _block(
 ) -> Iterator[Text]:
     """The lines of one block: headings at the bottom of their line, a rule, the rows."""
     shown = [tracks[index] for index in block]
-    widths = _stretched(shown, width)
-    heads = [_wrapped(track.heading, size) for track, size in zip(shown, widths, strict=True)]
+    widths = _stretch_columns(shown, width)
+    heads = [_wrap_text(track.heading, size) for track, size in zip(shown, widths, strict=True)]
     height = max(len(head) for head in heads)
     for line in range(height):
         texts = [([""] * (height - len(head)) + head)[line] for head in heads]
         yield _line(texts, shown, widths, ["bold"] * len(shown))
     yield Text(GAP.join("─" * size for size in widths), style="dim")
     for row in range(len(shown[0].cells)):
-        cells = [_wrapped(track.cells[row], size) for track, size in zip(shown, widths, strict=True)]
+        cells = [_wrap_text(track.cells[row], size) for track, size in zip(shown, widths, strict=True)]
         looks = [styles.get(tracks[each].cells[row], "") if each in outcomes else "" for each in block]
         for line in range(max(len(parts) for parts in cells)):
             yield _line([parts[line] if line < len(parts) else "" for parts in cells], shown, widths, looks)
 
 
-def _stretched(shown: list[_Track], width: int) -> list[int]:
+def _stretch_columns(shown: list[_Track], width: int) -> list[int]:
     """The columns' widths: the narrowest, and what is left over given to those that would wrap."""
     widths = [track.least for track in shown]
     spare = width - _width(widths)
@@ -132,7 +132,7 @@ _CONSOLE = Console(width=80, _environ={})
 """Only measures and wraps; nothing is printed on it."""
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def _wrap_text(text: str, width: int) -> list[str]:
     """The text's lines of at most `width` columns; a longer word is cut."""
     if cell_len(text) <= width:
         return [text]

@@ -18,7 +18,7 @@ import pandas as pd
 from parity.errors import ParityError
 from parity.reports.record import Column, Finding, Report, StepReport, Table, Value
 
-DTYPES = {"int": "Int64", "float": "Float64", "flag": "boolean", "text": "string", "outcome": "string"}
+ARROW_TYPES = {"int": "Int64", "float": "Float64", "flag": "boolean", "text": "string", "outcome": "string"}
 """pandas' nullable type for each kind of column."""
 
 
@@ -68,7 +68,7 @@ def evidence(report: Report) -> pd.DataFrame:
     )
 
 
-def steps(reports: Sequence[StepReport]) -> pd.DataFrame:
+def steps_frame(reports: Sequence[StepReport]) -> pd.DataFrame:
     """One row a probed step, indexed by step: time, outcome, seconds, then every value by its dotted name.
 
     A value that a step did not report is NA, and so is a time that is none. Texts and flags keep their type.
@@ -135,17 +135,17 @@ def to_parquet(frame: pd.DataFrame, path: str | Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def export(source: Report | Sequence[StepReport], folder: str | Path) -> tuple[Path, ...]:
+def write_frames(source: Report | Sequence[StepReport], folder: str | Path) -> tuple[Path, ...]:
     """Write all frames of a report, or of a run's steps, as parquet files into a folder; returns what was written.
 
-    `findings.parquet`, and of a report `evidence.parquet` and `table.NAME.parquet`; of steps `steps.parquet` and
+    `findings.parquet`, and of a report `evidence.parquet` and `table.NAME.parquet`; of steps `steps_frame.parquet` and
     `table.NAME.parquet`. Characters that a file's name should not hold become `_`.
     """
     if isinstance(source, Report):
         frames = {"findings": findings(source), "evidence": evidence(source)}
         frames |= {f"table.{name}": frame for name, frame in tables(source).items()}
     else:
-        frames = {"steps": steps(source), "findings": step_findings(source)}
+        frames = {"steps": steps_frame(source), "findings": step_findings(source)}
         for name in dict.fromkeys(each.name for step in source for each in step.tables):
             frames[f"table.{name}"] = step_tables(source, name)
     folder = Path(folder)
@@ -205,7 +205,7 @@ def _series(column: Column, values: Sequence[Value]) -> Any:
     wanted = {"int": int, "flag": bool}.get(column.kind, str)
     if all(value is None or type(value) is wanted for value in values):
         try:
-            return pd.Series(_array(values, dtype=DTYPES[column.kind]))
+            return pd.Series(_array(values, dtype=ARROW_TYPES[column.kind]))
         except OverflowError:  # an integer of more than 64 bits: rounded by nobody
             pass
     return pd.Series(_array([None if value is None else str(value) for value in values], dtype="string"))

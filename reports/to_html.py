@@ -21,21 +21,21 @@ import vl_convert
 
 from parity.reports import charts, words
 from parity.reports.record import Column, Conformance, Finding, Report, Suspicion, Table, Value
-from parity.reports.schema import SCHEMA
+from parity.reports.schema import REPORT_SCHEMA
 
-MAX_BYTES = 2_900_000
+PAGE_BYTES = 2_900_000
 """The whole page. What does not fit is cut from the tables, and said there."""
 LEAST_ROWS = 12
 """A shorter table gets no search box."""
 FEW, SHORT = 6, 12
 """Places on the x axis up to which a chart fits a phone, and letters of a name beside a lying bar."""
-LONG = 40
+LONG_CELL = 40
 """Characters from which the texts of a column are wrapped."""
-OPEN_ROWS = 40
+OPEN_TABLE_ROWS = 40
 """A table without a chart is open up to this many rows."""
 
 
-Drawn = charts.Drawing | Exception | None
+Drawn = charts.ChartDrawing | Exception | None
 """A table's chart, why it could not be drawn, or None where the table has none."""
 
 
@@ -54,25 +54,25 @@ def paint(report: Report) -> str:
         {table.name: f"table-{index}" for index, table in enumerate(report.tables)},
     )
     drawings = {table.name: _drawing(table) for table in report.tables}
-    drawn = {name: item for name, item in drawings.items() if isinstance(item, charts.Drawing)}
+    drawn = {name: item for name, item in drawings.items() if isinstance(item, charts.ChartDrawing)}
     data = _script_json({ids.tables[name]: _chart_data(drawing) for name, drawing in drawn.items()})
     bundle = _bundle() if drawn else ""
     slots = {
         "page_title": _text(f"{words.label(report.outcome)}: {report.title}"),
-        "head": _guarded("head", lambda: _head(report)),
+        "head": _paint_or_say("head", lambda: _head(report)),
         "nav": _nav(report),
-        "suspicions": _guarded("suspicions", lambda: _suspicions(report.suspicions, ids)),
-        "conformance": _guarded("conformance", lambda: _conformance(report.conformance)),
-        "findings": _guarded("findings", lambda: _findings(report, ids)),
-        "environment": _guarded("environment", lambda: _environment(report)),
-        "notes": _guarded("notes", lambda: _notes(report)),
-        "schema": SCHEMA,
+        "suspicions": _paint_or_say("suspicions", lambda: _suspicions(report.suspicions, ids)),
+        "conformance": _paint_or_say("conformance", lambda: _conformance(report.conformance)),
+        "findings": _paint_or_say("findings", lambda: _findings(report, ids)),
+        "environment": _paint_or_say("environment", lambda: _environment(report)),
+        "notes": _paint_or_say("notes", lambda: _notes(report)),
+        "schema": REPORT_SCHEMA,
         "data": data,
         "bundle": f"<script>{bundle}</script>" if bundle else "",
     }
     template = resources.files("parity.reports").joinpath("page.html").read_text(encoding="utf-8")
     used = len(template) + sum(len(part.encode()) for part in slots.values())
-    slots["tables"] = _tables(report, ids, drawings, MAX_BYTES - used)
+    slots["tables"] = _tables(report, ids, drawings, PAGE_BYTES - used)
     slots["policy"] = _policy(template, bundle)
     return re.sub("@@([a-z_]+)@@", lambda slot: slots[slot[1]], template)  # once: no slot is filled twice
 
@@ -116,7 +116,7 @@ def _script_json(data: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _guarded(name: str, paint_part: Callable[[], str]) -> str:
+def _paint_or_say(name: str, paint_part: Callable[[], str]) -> str:
     try:
         return paint_part()
     except Exception as error:  # a report is still worth reading without the part that broke
@@ -190,7 +190,7 @@ def _conformance(conformance: Conformance | None) -> str:
     """What the wiring was measured to be: a sentence a probe."""
     if conformance is None:
         return ""
-    said = "".join(f"<dt>{_text(probe)}</dt><dd>{_text(line)}</dd>" for probe, line in conformance.said)
+    said = "".join(f"<dt>{_text(probe)}</dt><dd>{_text(line)}</dd>" for probe, line in conformance.sentences)
     about = (
         f"<p>{_text(conformance.trainer)}, recipe <code>{_text(conformance.recipe)}</code>, as measured.</p>"
     )
@@ -201,7 +201,7 @@ def _findings(report: Report, ids: _Ids) -> str:
     if not report.findings:
         return ""
     cards = [
-        _guarded(finding.name, lambda finding=finding: _finding(finding, ids))  # type: ignore[misc]
+        _paint_or_say(finding.name, lambda finding=finding: _finding(finding, ids))  # type: ignore[misc]
         for finding in words.worst_first(report.findings)
     ]
     return _section("findings", "Findings", "".join(cards))
@@ -241,7 +241,7 @@ def _drawing(table: Table) -> Drawn:
         return error
 
 
-def _chart_data(drawing: charts.Drawing) -> dict[str, object]:
+def _chart_data(drawing: charts.ChartDrawing) -> dict[str, object]:
     """A drawing for the page; texts that repeat are written once."""
     rows: dict[str, object] = {}
     for name, values in drawing.rows.items():
@@ -260,7 +260,7 @@ def _tables(report: Report, ids: _Ids, drawings: dict[str, Drawn], room: int) ->
     for index, table in enumerate(report.tables):
         share = max(0, room) // (len(report.tables) - index)
         where, drawing = ids.tables[table.name], drawings[table.name]
-        part = _guarded(table.name, lambda t=table, w=where, d=drawing, s=share: _table(t, w, d, s))  # type: ignore[misc]
+        part = _paint_or_say(table.name, lambda t=table, w=where, d=drawing, s=share: _table(t, w, d, s))  # type: ignore[misc]
         room -= len(part.encode())
         parts.append(part)
     body = f'<div class="tables">{"".join(parts)}</div>'
@@ -270,9 +270,9 @@ def _tables(report: Report, ids: _Ids, drawings: dict[str, Drawn], room: int) ->
 def _table(table: Table, where: str, drawing: Drawn, share: int) -> str:
     """One table under its title, with its chart above it."""
     rows, shown = _rows(table, share)
-    size = words.many(len(table.rows), "row", "rows")
+    size = words.count_words(len(table.rows), "row", "rows")
     cut = "" if shown == len(table.rows) else f" The first {shown} are shown; the JSON report holds all."
-    is_open = " open" if drawing is None and len(table.rows) <= OPEN_ROWS else ""
+    is_open = " open" if drawing is None and len(table.rows) <= OPEN_TABLE_ROWS else ""
     search = _search(where) if len(table.rows) >= LEAST_ROWS else ""
     caption = f'<p class="about">{_text(table.caption)}</p>' if table.caption else ""
     title = _text(table.title)
@@ -294,7 +294,7 @@ def _column_styles(table: Table, where: str) -> str:
         cells = f"#{where} tbody>tr>:nth-child({number})"
         if words.is_numeric(column):
             rules += f"{cells}{{text-align:right}}"
-        elif any(len(str(value)) > LONG for value in words.values_of(table, number - 1)):
+        elif any(len(str(value)) > LONG_CELL for value in words.values_of(table, number - 1)):
             rules += f"{cells}{{white-space:normal;min-width:14rem;overflow-wrap:anywhere}}"
     return f"<style>{rules}</style>" if rules else ""
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from parity.reports import words
 from parity.reports.record import Finding, Report, Table, Value
 
-MAX_ROWS = 100
+MARKDOWN_ROWS = 100
 """Rows shown of one table."""
-MAX_BYTES = 1_000_000
+MARKDOWN_BYTES = 1_000_000
 """A little under the 1 MiB at which GitHub drops a step's summary altogether."""
 
 _SPECIAL = re.compile(r"[\\`*_\[\]#|~$]|^[-+=:]")
@@ -32,9 +32,9 @@ def paint(report: Report) -> str:
         ("notes", _notes),
     )
     blocks: list[str] = []
-    room = MAX_BYTES
+    room = MARKDOWN_BYTES
     for name, part in parts:
-        for block in _guarded(name, part, report):
+        for block in _lines_or_say(name, part, report):
             room -= len(block.encode()) + 2
             if room < 0:
                 blocks.append("*The rest is in the JSON and HTML reports; GitHub shows no longer summary.*")
@@ -43,14 +43,14 @@ def paint(report: Report) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _guarded(name: str, part: Callable[[Report], Iterator[str]], report: Report) -> Iterator[str]:
+def _lines_or_say(name: str, part: Callable[[Report], Iterator[str]], report: Report) -> Iterator[str]:
     try:
         yield from part(report)
     except Exception as error:  # a report is still worth reading without the part that broke
-        yield f"*{name}: not painted ({_escaped(f'{type(error).__name__}: {error}')})*"
+        yield f"*{name}: not painted ({_escape(f'{type(error).__name__}: {error}')})*"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """A text that Markdown shows as it is: no markup, no HTML, no mention; also inside a table."""
     text = re.sub("[&<>@]", lambda match: _ENTITIES[match[0]], words.plain(text))
     return _SPECIAL.sub(lambda match: f"\\{match[0]}", text)
@@ -74,16 +74,16 @@ def _grid(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequenc
 def _pairs(pairs: Sequence[tuple[str, Value]]) -> str:
     """Names and values on one line."""
     short = [(name, value) for name, value in pairs if not words.is_block(value)]
-    return " · ".join(f"{_escaped(name)} = {_escaped(words.cell(value))}" for name, value in short)
+    return " · ".join(f"{_escape(name)} = {_escape(words.cell(value))}" for name, value in short)
 
 
 def _head(report: Report) -> Iterator[str]:
-    yield f"## {words.label(report.outcome)}: {_escaped(report.title)}"
-    yield f"**{_escaped(words.verdict(report))}** {words.counts(report)}."
+    yield f"## {words.label(report.outcome)}: {_escape(report.title)}"
+    yield f"**{_escape(words.verdict(report))}** {words.counts(report)}."
     subject = _pairs(report.subject)
     if subject:
         yield subject
-    yield f"{_code(report.command)}, {_escaped(words.when(report))}"
+    yield f"{_code(report.command)}, {_escape(words.when(report))}"
 
 
 def _findings(report: Report) -> Iterator[str]:
@@ -93,8 +93,7 @@ def _findings(report: Report) -> Iterator[str]:
     yield "### Findings"
     findings = words.worst_first(report.findings)
     rows = [
-        (f"**{words.label(each.outcome)}**", _escaped(each.name), _escaped(each.sentence))
-        for each in findings
+        (f"**{words.label(each.outcome)}**", _escape(each.name), _escape(each.sentence)) for each in findings
     ]
     yield _grid(("outcome", "finding", "what was found"), rows, (False, False, False))
     passed = [each for each in findings if each.outcome == "pass" and (each.evidence or each.tables)]
@@ -108,17 +107,17 @@ def _findings(report: Report) -> Iterator[str]:
 
 def _finding(finding: Finding) -> str:
     """One finding with its evidence and the next step."""
-    fault = f" (fault: {_escaped(finding.fault)})" if finding.fault else ""
-    title = f"**{words.label(finding.outcome)} {_escaped(finding.name)}**{fault}"
-    lines = [f"{title}: {_escaped(finding.sentence)}"]
+    fault = f" (fault: {_escape(finding.fault)})" if finding.fault else ""
+    title = f"**{words.label(finding.outcome)} {_escape(finding.name)}**{fault}"
+    lines = [f"{title}: {_escape(finding.sentence)}"]
     evidence = _pairs(finding.evidence)
     if evidence:
         lines.append(evidence)
     lines += [_block(name, str(value)) for name, value in finding.evidence if words.is_block(value)]
     if finding.next_step:
-        lines.append(f"Next: {_escaped(finding.next_step)}")
+        lines.append(f"Next: {_escape(finding.next_step)}")
     if finding.tables:
-        lines.append("See: " + ", ".join(_escaped(name) for name in finding.tables))
+        lines.append("See: " + ", ".join(_escape(name) for name in finding.tables))
     return "\n\n".join(lines)
 
 
@@ -126,7 +125,7 @@ def _block(name: str, text: str) -> str:
     """A text of several lines in a fence that it cannot close."""
     body = "\n".join(words.lines(text))
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", body)), default=0))
-    return f"{_escaped(name)}:\n\n{fence}text\n{body}\n{fence}"
+    return f"{_escape(name)}:\n\n{fence}text\n{body}\n{fence}"
 
 
 def _suspicions(report: Report) -> Iterator[str]:
@@ -134,7 +133,7 @@ def _suspicions(report: Report) -> Iterator[str]:
         return
     yield f"### Suspicions: {words.tally(report.suspicions)}"
     rows = [
-        (_escaped(each.name), f"**{_escaped(each.verdict)}**", _escaped(because))
+        (_escape(each.name), f"**{_escape(each.verdict)}**", _escape(because))
         for each, because in words.reasons_once(report.suspicions)
     ]
     yield _grid(("suspicion", "verdict", "because"), rows, (False, False, False))
@@ -143,7 +142,7 @@ def _suspicions(report: Report) -> Iterator[str]:
 def _conformance(report: Report) -> Iterator[str]:
     if report.conformance is not None:
         yield "### Conformance statement"
-        rows = [(_escaped(probe), _escaped(sentence)) for probe, sentence in report.conformance.said]
+        rows = [(_escape(probe), _escape(sentence)) for probe, sentence in report.conformance.sentences]
         yield _grid(("probe", "measured"), rows, (False, False))
 
 
@@ -152,24 +151,24 @@ def _tables(report: Report) -> Iterator[str]:
     for table in report.tables:
         if table.detail:
             continue
-        yield from _guarded(table.name, lambda _, table=table: _table(table), report)  # type: ignore[misc]
+        yield from _lines_or_say(table.name, lambda _, table=table: _table(table), report)  # type: ignore[misc]
     details = [table for table in report.tables if table.detail]
     if details:
-        names = [f"{_escaped(t.title)} ({words.many(len(t.rows), 'row', 'rows')})" for t in details]
+        names = [f"{_escape(t.title)} ({words.count_words(len(t.rows), 'row', 'rows')})" for t in details]
         yield f"More tables, in the HTML and JSON reports: {', '.join(names)}"
 
 
 def _table(table: Table) -> Iterator[str]:
     cells = [
-        [_escaped(text) for text in words.column_cells(words.values_of(table, index, slice(MAX_ROWS)))]
+        [_escape(text) for text in words.column_cells(words.values_of(table, index, slice(MARKDOWN_ROWS)))]
         for index in range(len(table.columns))
     ]
-    headings = [_escaped(words.heading(column)) for column in table.columns]
+    headings = [_escape(words.heading(column)) for column in table.columns]
     right = [words.is_numeric(column) for column in table.columns]
     grid = _grid(headings, list(zip(*cells, strict=True)), right)
-    more = len(table.rows) - MAX_ROWS
+    more = len(table.rows) - MARKDOWN_ROWS
     note = f"\n\n{more} more rows, in the JSON and HTML reports." if more > 0 else ""
-    caption = f"\n\n{_escaped(table.caption)}" if table.caption else ""
+    caption = f"\n\n{_escape(table.caption)}" if table.caption else ""
     title = _summary(table.title)
     yield f"<details><summary>{title}</summary>\n\n{grid}{note}{caption}\n\n</details>"
 
@@ -181,7 +180,7 @@ def _summary(text: str) -> str:
 
 def _environment(report: Report) -> Iterator[str]:
     if report.environment:
-        rows = [(_escaped(name), _escaped(words.cell(value))) for name, value in report.environment]
+        rows = [(_escape(name), _escape(words.cell(value))) for name, value in report.environment]
         grid = _grid(("name", "value"), rows, (False, False))
         yield f"<details><summary>Environment</summary>\n\n{grid}\n\n</details>"
 
@@ -189,4 +188,4 @@ def _environment(report: Report) -> Iterator[str]:
 def _notes(report: Report) -> Iterator[str]:
     if report.notes:
         yield "### Notes"
-        yield "\n".join(f"- {_escaped(note)}" for note in report.notes)
+        yield "\n".join(f"- {_escape(note)}" for note in report.notes)

@@ -31,7 +31,7 @@ STYLES = {
 }
 INDENT = 9
 """Columns before a finding's text: the longest outcome and two blanks."""
-LONG = 44
+LONG_LINE = 44
 """Columns from which a piece of evidence gets a line of its own."""
 
 
@@ -62,12 +62,12 @@ def paint(report: Report, *, width: int = 80, colour: bool = False) -> str:
             ("conformance", _conformance),
             ("suspicions", _suspicions),
         ):
-            _guarded(console, name, lambda part=part: part(console, report))  # type: ignore[misc]
+            _print_or_say(console, name, lambda part=part: part(console, report))  # type: ignore[misc]
     painted = [line.rstrip() for line in capture.get().splitlines()]
     return "\n".join(painted).strip("\n") + "\n"
 
 
-def _guarded(console: Console, name: str, paint_part: Callable[[], None]) -> None:
+def _print_or_say(console: Console, name: str, paint_part: Callable[[], None]) -> None:
     """Paints one part; where that raises, says so in its place and lets the rest go on."""
     try:
         paint_part()
@@ -85,12 +85,12 @@ def _head(console: Console, report: Report) -> None:
     """The outcome, what it is about, and how it was made."""
     outcome = report.outcome
     title = words.plain(report.title)
-    _marked(console, words.label(outcome), Text(title, style="bold"), STYLES.get(outcome, ""))
-    _indented(console, Text(words.verdict(report)))
-    _indented(console, Text(words.counts(report)))
+    _print_marked(console, words.label(outcome), Text(title, style="bold"), STYLES.get(outcome, ""))
+    _print_indented(console, Text(words.verdict(report)))
+    _print_indented(console, Text(words.counts(report)))
     _pairs(console, report.subject)
-    _indented(console, Text(f"$ {words.plain(report.command)}", style="dim"))
-    _indented(console, Text(words.when(report), style="dim"))
+    _print_indented(console, Text(f"$ {words.plain(report.command)}", style="dim"))
+    _print_indented(console, Text(words.when(report), style="dim"))
 
 
 def _findings(console: Console, report: Report) -> None:
@@ -101,25 +101,25 @@ def _findings(console: Console, report: Report) -> None:
     for index, finding in enumerate(words.worst_first(report.findings)):
         if index and finding.outcome != "pass":
             console.print()
-        _guarded(console, finding.name, lambda finding=finding: _finding(console, finding))  # type: ignore[misc]
+        _print_or_say(console, finding.name, lambda finding=finding: _finding(console, finding))  # type: ignore[misc]
 
 
 def _finding(console: Console, finding: Finding) -> None:
     title = Text(words.plain(finding.name), style="bold")
     if finding.fault:
         title.append(f"  fault: {words.plain(finding.fault)}", style="not bold")
-    _marked(console, words.label(finding.outcome), title, STYLES.get(finding.outcome, ""))
-    _indented(console, Text(words.plain(finding.sentence)))
+    _print_marked(console, words.label(finding.outcome), title, STYLES.get(finding.outcome, ""))
+    _print_indented(console, Text(words.plain(finding.sentence)))
     if finding.outcome == "pass":
         return  # its numbers are in its sentence; the rest is in the page and the JSON
     _pairs(console, finding.evidence)
     if finding.next_step:
-        _indented(console, Text(f"next: {words.plain(finding.next_step)}"))
+        _print_indented(console, Text(f"next: {words.plain(finding.next_step)}"))
     if finding.tables:
-        _indented(console, Text("see: " + words.plain(", ".join(finding.tables)), style="dim"))
+        _print_indented(console, Text("see: " + words.plain(", ".join(finding.tables)), style="dim"))
 
 
-def _marked(console: Console, mark: str, text: Text, style: str) -> None:
+def _print_marked(console: Console, mark: str, text: Text, style: str) -> None:
     """A word in the margin, with a text beside it that wraps beside it too."""
     wrapped = text.wrap(console, console.width - INDENT)
     for index, line in enumerate(wrapped):
@@ -127,7 +127,7 @@ def _marked(console: Console, mark: str, text: Text, style: str) -> None:
         console.print(margin + line)
 
 
-def _indented(console: Console, text: Text) -> None:
+def _print_indented(console: Console, text: Text) -> None:
     console.print(Padding(text, (0, 0, 0, INDENT)))
 
 
@@ -139,27 +139,27 @@ def _pairs(console: Console, pairs: tuple[tuple[str, Value], ...]) -> None:
         joined = f"{line} · {piece}" if line else piece
         if (
             not words.is_block(value)
-            and cell_len(piece) <= LONG
+            and cell_len(piece) <= LONG_LINE
             and cell_len(joined) <= console.width - INDENT
         ):
             line = joined
             continue
         if line:
-            _indented(console, Text(line, style="dim"))
+            _print_indented(console, Text(line, style="dim"))
         line = ""
         if words.is_block(value):
             _block(console, name, str(value))
-        elif cell_len(piece) <= LONG:
+        elif cell_len(piece) <= LONG_LINE:
             line = piece
         else:
-            _indented(console, Text(piece, style="dim"))
+            _print_indented(console, Text(piece, style="dim"))
     if line:
-        _indented(console, Text(line, style="dim"))
+        _print_indented(console, Text(line, style="dim"))
 
 
 def _block(console: Console, name: str, value: str) -> None:
     """A text of several lines, for example the end of a stderr."""
-    _indented(console, Text(f"{words.plain(name)}:", style="dim"))
+    _print_indented(console, Text(f"{words.plain(name)}:", style="dim"))
     for line in words.lines(value):
         console.print(Padding(Text(f"| {line}", style="dim"), (0, 0, 0, INDENT + 2)))
 
@@ -170,10 +170,10 @@ def _tables(console: Console, report: Report) -> None:
         if table.detail:
             continue
         _section(console, words.plain(table.title))
-        _guarded(console, table.name, lambda table=table: _table(console, table))  # type: ignore[misc]
+        _print_or_say(console, table.name, lambda table=table: _table(console, table))  # type: ignore[misc]
     details = [table for table in report.tables if table.detail]
     if details:
-        rows = words.many(sum(len(table.rows) for table in details), "row", "rows")
+        rows = words.count_words(sum(len(table.rows) for table in details), "row", "rows")
         names = ", ".join(_together(table.name for table in details))
         console.print()
         console.print(
@@ -222,7 +222,7 @@ def _conformance(console: Console, report: Report) -> None:
         return
     _section(console, "Conformance statement")
     columns = (Column(key="probe", title="probe"), Column(key="said", title="measured"))
-    _table(console, Table(name="conformance", title="", columns=columns, rows=report.conformance.said))
+    _table(console, Table(name="conformance", title="", columns=columns, rows=report.conformance.sentences))
 
 
 def _suspicions(console: Console, report: Report) -> None:

@@ -25,10 +25,10 @@ def plain(text: str) -> str:
     """One line in which every control and every invisible character is spelled out, `\\n` for a newline."""
     if len(text) > MAX_CHARACTERS:
         text = f"{text[:MAX_CHARACTERS]}... ({len(text) - MAX_CHARACTERS} more characters)"
-    return _UNSAFE.sub(lambda match: _SHORT.get(match[0]) or _spelled(match[0]), text)
+    return _UNSAFE.sub(lambda match: _SHORT.get(match[0]) or _spell(match[0]), text)
 
 
-def _spelled(character: str) -> str:
+def _spell(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
@@ -123,12 +123,14 @@ def verdict(report: Report) -> str:
     outcomes = [finding.outcome for finding in report.findings]
     failed, warned, broken = (outcomes.count(outcome) for outcome in ("fail", "warn", "error"))
     if report.outcome == "error":
-        also = f" {many(failed, 'finding fails', 'findings fail')} beside it." if failed else ""
-        return f"{many(broken, 'probe', 'probes')} broke or had no power, so there is no verdict.{also}"
+        also = f" {count_words(failed, 'finding fails', 'findings fail')} beside it." if failed else ""
+        return (
+            f"{count_words(broken, 'probe', 'probes')} broke or had no power, so there is no verdict.{also}"
+        )
     if report.outcome == "fail":
-        return f"{many(failed, 'finding is', 'findings are')} outside the limits."
+        return f"{count_words(failed, 'finding is', 'findings are')} outside the limits."
     if report.outcome == "warn":
-        return f"Nothing failed; {many(warned, 'finding is', 'findings are')} worth a look."
+        return f"Nothing failed; {count_words(warned, 'finding is', 'findings are')} worth a look."
     if report.outcome == "pass":
         return "Everything that was compared is within its limits."
     if report.kind == "env" and not report.findings:
@@ -136,7 +138,7 @@ def verdict(report: Report) -> str:
     return "Nothing was compared, and that is not a pass."
 
 
-def many(count: int, one: str, more: str) -> str:
+def count_words(count: int, one: str, more: str) -> str:
     """`1 row`, `2 rows`."""
     return f"{count} {one if count == 1 else more}"
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from parity.model.target.backends import isolate, parse
+from parity.model.target.backends import isolate, parse_backend
 
 torch.set_num_threads(1)
 isolate(
-    parse("torch")
+    parse_backend("torch")
 )  # before transformers is imported: without a GPU an importable fla would be chosen, and crash
 
 SIZES: dict[str, Any] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from parity.commands.check import check
-from parity.probes.subject import Subject, ask
+from parity.probes.subject import ExaminedAdapter, query_probes
 from parity.reports import to_text
 from parity.reports.record import Report
 
@@ -123,5 +123,5 @@ def test_asking_leaves_the_loop_alone(example: Path) -> None:
     finally:
         sys.modules.pop("loop", None)
     before = {name: value.detach().clone() for name, value in adapter.parameters().items()}
-    ask(Subject(adapter), only=["frozen", "loss"])
+    query_probes(ExaminedAdapter(adapter), only=["frozen", "loss"])
     assert all(value.equal(before[name]) for name, value in adapter.parameters().items())

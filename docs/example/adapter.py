@@ -3,7 +3,7 @@
 import torch
 from loop import Drafter, Target, step
 
-from parity.probes.adapters.base import Adapter, Reference, Shown
+from parity.probes.adapters.base import Adapter, AdapterStep, TargetReference
 
 
 class Plain(Adapter):
@@ -20,7 +20,7 @@ class Plain(Adapter):
         """The loop's own step; nothing in it is random, so the seed goes unused."""
         row = {"tokens": batch.tokens, "mask": batch.loss_mask, "document": batch.document}
         out = step(self.drafter, self.target, states, row, anchors)
-        return Shown(
+        return AdapterStep(
             loss=out["loss"],
             hidden=out["hidden"],
             head=self.target.head,
@@ -46,7 +46,7 @@ class Plain(Adapter):
         taps = {name: states[:, index] for index, name in enumerate(self.slices)}
         taps["final.prenorm"] = taps["layer.3.out"]
         logits = taps["final.postnorm"] @ self.target.head.T
-        return Reference(embed=self.target.embed, head=self.target.head, states=taps, logits=logits)
+        return TargetReference(embed=self.target.embed, head=self.target.head, states=taps, logits=logits)
 
     def optimizer(self):
         return self.adam

@@ -49,7 +49,7 @@ class AnchorConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Blocks:
+class BlockLabels:
     """What the slots of A blocks stand for."""
 
     anchors: Tensor
@@ -132,7 +132,7 @@ def blocks_at(
     block_size: int,
     *,
     past_holes: bool = True,
-) -> Blocks:
+) -> BlockLabels:
     """The blocks at `anchors` [A] of a row: tokens [S], loss_mask bool [S], document [S]."""
     wanted = anchors[:, None] + torch.arange(block_size, device=anchors.device)
     index = wanted.clamp(max=len(tokens) - 1)
@@ -144,11 +144,11 @@ def blocks_at(
         supervised = supervised.cumprod(dim=1).bool()
     supervised[:, 0] = False
     labels = torch.where(supervised, tokens[index], torch.full_like(index, IGNORE))
-    return Blocks(anchors=anchors, index=index, supervised=supervised, labels=labels)
+    return BlockLabels(anchors=anchors, index=index, supervised=supervised, labels=labels)
 
 
 @dataclass(kw_only=True, slots=True)
-class Coverage:
+class AnchorCoverage:
     """Which supervised tokens of each sample have ever been an anchor."""
 
     anchored: dict[int, NDArray[np.bool_]] = field(default_factory=dict)

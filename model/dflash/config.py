@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.dflash.mask import Rule
+from parity.model.dflash.mask import VisibilityRule
 
 FIXED_ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 """Rope types whose frequencies do not change with the length of the sequence. The others (dynamic, longrope)
@@ -137,7 +137,7 @@ class DrafterConfig:
     """B, the clean anchor included."""
     mask_token_id: int
     """Id whose embedding fills slots 1..B-1."""
-    layers: tuple[Rule, ...]
+    layers: tuple[VisibilityRule, ...]
     """What each draft layer sees; its length is the number of layers."""
     rope: RopeConfig = RopeConfig()
     """Rotary position embedding."""
@@ -155,7 +155,7 @@ class DrafterConfig:
 
 def layer_rules(
     layer_types: Sequence[str], sliding_window: int | None, is_causal: bool | None = None
-) -> tuple[Rule, ...]:
+) -> tuple[VisibilityRule, ...]:
     """Layers as z-lab's 0.1.0 reads them: sliding is causal, full bidirectional, unless `is_causal` says.
 
     speculators' `sliding_window_non_causal: true` is `is_causal=False` here.
@@ -169,7 +169,7 @@ def layer_rules(
         if sliding and sliding_window is None:
             raise ParityError("a sliding layer", "no sliding_window", "give sliding_window in tokens")
         causal = sliding if is_causal is None else is_causal
-        rules.append(Rule(window=sliding_window if sliding else None, causal=causal))
+        rules.append(VisibilityRule(window=sliding_window if sliding else None, causal=causal))
     return tuple(rules)
 
 

@@ -73,7 +73,7 @@ class Cycle:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decoded:
+class DecodeResult:
     """What one prompt gave."""
 
     prompt: tuple[int, ...]
@@ -83,7 +83,7 @@ class Decoded:
     cycles: tuple[Cycle, ...]
 
     @property
-    def accepted(self) -> tuple[int, ...]:
+    def acceptance_lengths(self) -> tuple[int, ...]:
         """Accepted length of each cycle, the bonus token included."""
         return tuple(cycle.accepted for cycle in self.cycles)
 
@@ -93,13 +93,13 @@ class Decoded:
         return tau([self])
 
 
-def tau(results: Sequence[Decoded]) -> float:
+def tau(results: Sequence[DecodeResult]) -> float:
     """Accepted tokens of all texts over all their cycles (a long text counts more); nan without a cycle."""
-    lengths = [length for result in results for length in result.accepted]
+    lengths = [length for result in results for length in result.acceptance_lengths]
     return sum(lengths) / len(lengths) if lengths else nan
 
 
-def slot_acceptance(results: Sequence[Decoded]) -> tuple[float, ...]:
+def slot_acceptance(results: Sequence[DecodeResult]) -> tuple[float, ...]:
     """For slots 1, 2, ...: the share of cycles that drafted the slot in which it and all before it matched."""
     cycles = [cycle for result in results for cycle in result.cycles]
     longest = max((cycle.drafted for cycle in cycles), default=0)
@@ -118,7 +118,7 @@ def _cycle(anchor: int, size: int, matched: int, last: int) -> Cycle:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Ends:
+class EmbeddingAndHead:
     """The two ends of the target that a drafter shares, frozen."""
 
     embed: Tensor
@@ -127,7 +127,7 @@ class Ends:
     """[V, D]."""
 
     @classmethod
-    def of(cls, target: Target) -> "Ends":
+    def of(cls, target: Target) -> "EmbeddingAndHead":
         """Those of a loaded target. Raises ParityError where it has no head, or one with a bias."""
         if target.head is None or getattr(target.head, "bias", None) is not None:
             found = "no head" if target.head is None else "a head with a bias, which no DFlash reader applies"
@@ -141,7 +141,7 @@ class Ends:
 class Proposer:
     """Drafts blocks: a drafter between the target's embedding and head."""
 
-    def __init__(self, drafter: Drafter, ends: Ends) -> None:
+    def __init__(self, drafter: Drafter, ends: EmbeddingAndHead) -> None:
         self.drafter, self.ends = drafter, ends
         self.vocab = drafter.draft_vocab
         self.head = ends.head if self.vocab is None else self.vocab.head_rows(ends.head)
@@ -165,7 +165,7 @@ class Proposer:
         """Ids of the draft's vocabulary as the target's."""
         return draft_ids if self.vocab is None else self.vocab.to_target(draft_ids)
 
-    def spread(self, probabilities: Tensor) -> Tensor:
+    def to_target_vocabulary(self, probabilities: Tensor) -> Tensor:
         """[n, Vd] -> [n, V]: tokens that the draft vocabulary lacks get probability 0."""
         if self.vocab is None:
             return probabilities
@@ -174,7 +174,7 @@ class Proposer:
         return wide
 
 
-class Feeding(Protocol):
+class DecodingSession(Protocol):
     """A target in the middle of a text. Every `feed` is followed by one `keep`."""
 
     def feed(self, ids: Tensor, *, last_only: bool = False) -> tuple[Tensor, Tensor]:
@@ -187,26 +187,26 @@ class Feeding(Protocol):
         """Keep the first `count` of the tokens fed last; the state is then as if no others had been fed."""
 
 
-class Speaker(Protocol):
+class TextModel(Protocol):
     """A target that is no model of transformers (the stand-in of `parity.model.training.states`)."""
 
     @property
-    def ends(self) -> Ends: ...
+    def ends(self) -> EmbeddingAndHead: ...
 
-    def session(self, layers: Sequence[int], rollback: Rollback) -> Feeding: ...
+    def session(self, layers: Sequence[int], rollback: Rollback) -> DecodingSession: ...
 
 
-def _session(target: "Target | Speaker", config: DecodeConfig) -> Feeding:
+def _session(target: "Target | TextModel", config: DecodeConfig) -> DecodingSession:
     if isinstance(target, Target):
-        return Session(target, config.layers, config.rollback)
+        return TargetSession(target, config.layers, config.rollback)
     return target.session(config.layers, config.rollback)
 
 
-def _ends(target: "Target | Speaker") -> Ends:
-    return Ends.of(target) if isinstance(target, Target) else target.ends
+def _ends(target: "Target | TextModel") -> EmbeddingAndHead:
+    return EmbeddingAndHead.of(target) if isinstance(target, Target) else target.ends
 
 
-class Session:
+class TargetSession:
     """A target with its cache, fed tokens; gives logits and conditioning states, and can take tokens back.
 
     States are taken by hooks on the decoder layers.
@@ -236,14 +236,14 @@ class Session:
         self._before: list[dict[str, Any]] = []
 
     def feed(self, ids: Tensor, *, last_only: bool = False) -> tuple[Tensor, Tensor]:
-        """As `Feeding.feed`."""
+        """As `DecodingSession.feed`."""
         self._fed = ids
         if self._restores:
             self._before = [_snapshot(layer) for layer in self.cache.layers]
         return self._forward(ids, self._limits if last_only else {})
 
     def keep(self, count: int) -> None:
-        """As `Feeding.keep`."""
+        """As `DecodingSession.keep`."""
         refused = len(self._fed) - count
         if self._records or (refused and not self._restores):
             self.cache.crop(-refused)
@@ -313,7 +313,7 @@ def accept_sampled(
     return matched, int(torch.multinomial(rest, 1, generator=generator))
 
 
-class _Chooser:
+class _Sampler:
     """What temperature changes: how drafts and the target's tokens are taken from logits."""
 
     def __init__(self, proposer: Proposer, temperature: float, generator: torch.Generator) -> None:
@@ -334,7 +334,7 @@ class _Chooser:
             return self.proposer.to_target(logits.argmax(-1)), None
         probabilities = self._probabilities(logits)
         ids = torch.multinomial(probabilities, 1, generator=self.generator).squeeze(-1)
-        return self.proposer.to_target(ids), self.proposer.spread(probabilities)
+        return self.proposer.to_target(ids), self.proposer.to_target_vocabulary(probabilities)
 
     def verify(self, drafts: Tensor, draft: Tensor | None, logits: Tensor) -> tuple[int, int]:
         """(drafts accepted, the token after them); logits [n + 1, V] are the target's."""
@@ -344,15 +344,15 @@ class _Chooser:
 
 
 def generate(
-    target: Target | Speaker, drafter: Drafter, prompt: Sequence[int], config: DecodeConfig
-) -> Decoded:
+    target: Target | TextModel, drafter: Drafter, prompt: Sequence[int], config: DecodeConfig
+) -> DecodeResult:
     """Draft and verify one prompt (token ids). Raises ParityError where layers and drafter do not fit."""
     return decode(target, drafter, [prompt], config)[0]
 
 
 def decode(
-    target: Target | Speaker, drafter: Drafter, prompts: Sequence[Sequence[int]], config: DecodeConfig
-) -> list[Decoded]:
+    target: Target | TextModel, drafter: Drafter, prompts: Sequence[Sequence[int]], config: DecodeConfig
+) -> list[DecodeResult]:
     """Draft and verify each prompt (token ids), one after another. Raises as `generate`."""
     if len(config.layers) != drafter.config.conditioning:
         found = f"{len(config.layers)} conditioning layers, and a drafter that takes {drafter.config.conditioning}"
@@ -366,11 +366,11 @@ def decode(
 
 @torch.no_grad()
 def _generate(
-    target: Target | Speaker, proposer: Proposer, prompt: Sequence[int], config: DecodeConfig
-) -> Decoded:
+    target: Target | TextModel, proposer: Proposer, prompt: Sequence[int], config: DecodeConfig
+) -> DecodeResult:
     session, drafter = _session(target, config), proposer.drafter
     device = proposer.ends.embed.device
-    chooser = _Chooser(proposer, config.temperature, torch.Generator(device).manual_seed(config.seed))
+    chooser = _Sampler(proposer, config.temperature, torch.Generator(device).manual_seed(config.seed))
     cache, limit = drafter.new_cache(), len(prompt) + config.max_new_tokens
 
     def remember(states: Tensor) -> None:
@@ -393,7 +393,7 @@ def _generate(
         tokens += _until_stop([*drafts[:matched].tolist(), bonus], config.stop_ids)[: limit - len(tokens)]
         blocks.append((anchor, size, matched))
     cycles = tuple(_cycle(*block, last=len(tokens) - 1) for block in blocks)
-    return Decoded(prompt=tuple(prompt), tokens=tuple(tokens[len(prompt) :]), cycles=cycles)
+    return DecodeResult(prompt=tuple(prompt), tokens=tuple(tokens[len(prompt) :]), cycles=cycles)
 
 
 def _until_stop(tokens: list[int], stop_ids: tuple[int, ...]) -> list[int]:
@@ -402,7 +402,7 @@ def _until_stop(tokens: list[int], stop_ids: tuple[int, ...]) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Recorded:
+class RecordedText:
     """One text of the target's own (greedy) with its conditioning states: what the offline tau needs."""
 
     tokens: Tensor
@@ -415,7 +415,7 @@ class Recorded:
     @classmethod
     def from_taps(
         cls, tokens: Tensor, prompt: int, taps: Mapping[str, Tensor], layers: Sequence[int]
-    ) -> "Recorded":
+    ) -> "RecordedText":
         """From a trace's taps `layer.i.out`, each [S, D]."""
         absent = [layer for layer in layers if f"layer.{layer}.out" not in taps]
         if absent:
@@ -426,7 +426,7 @@ class Recorded:
 
 
 @torch.no_grad()
-def greedy(target: Target | Speaker, prompt: Sequence[int], config: DecodeConfig) -> Recorded:
+def greedy(target: Target | TextModel, prompt: Sequence[int], config: DecodeConfig) -> RecordedText:
     """The target's own greedy text, token by token with its cache, and its conditioning states."""
     session = _session(target, replace(config, rollback="restore"))
     tokens, kept = list(prompt), list[Tensor]()
@@ -438,7 +438,7 @@ def greedy(target: Target | Speaker, prompt: Sequence[int], config: DecodeConfig
         new = logits[-1].argmax(-1, keepdim=True)
         tokens.append(int(new))
         if len(tokens) == len(prompt) + config.max_new_tokens or tokens[-1] in config.stop_ids:
-            return Recorded(tokens=torch.tensor(tokens), prompt=len(prompt), states=torch.cat(kept))
+            return RecordedText(tokens=torch.tensor(tokens), prompt=len(prompt), states=torch.cat(kept))
 
 
 WAVE = 32
@@ -447,8 +447,12 @@ WAVE = 32
 
 @torch.no_grad()
 def offline_tau(
-    drafter: Drafter, ends: Ends, records: Sequence[Recorded], *, max_new_tokens: int | None = None
-) -> list[Decoded]:
+    drafter: Drafter,
+    ends: EmbeddingAndHead,
+    records: Sequence[RecordedText],
+    *,
+    max_new_tokens: int | None = None,
+) -> list[DecodeResult]:
     """What `decode` gives at temperature 0, without running the target: every cycle's drafts are compared with
     the text that the target is known to write.
 
@@ -464,12 +468,12 @@ def offline_tau(
             tokens = record.tokens.tolist()
             cycles = tuple(_cycle(*block, last=len(tokens) - 1) for block in own)
             prompt, text = tuple(tokens[: record.prompt]), tuple(tokens[record.prompt :])
-            results.append(Decoded(prompt=prompt, tokens=text, cycles=cycles))
+            results.append(DecodeResult(prompt=prompt, tokens=text, cycles=cycles))
     return results
 
 
 def _walk(
-    proposer: Proposer, records: Sequence[Recorded], max_new_tokens: int | None
+    proposer: Proposer, records: Sequence[RecordedText], max_new_tokens: int | None
 ) -> Iterator[tuple[int, tuple[int, int, int]]]:
     """Every cycle's (text, (anchor, size, matched)); each round drafts one block of every unfinished text."""
     device, cache = proposer.head.device, proposer.drafter.new_cache()
@@ -496,7 +500,7 @@ def _walk(
 
 
 def _by_size(
-    proposer: Proposer, records: Sequence[Recorded], anchors: Mapping[int, int], limit: int | None
+    proposer: Proposer, records: Sequence[RecordedText], anchors: Mapping[int, int], limit: int | None
 ) -> dict[int, list[int]]:
     """Texts by the size of their next block."""
     sizes: dict[int, list[int]] = {}

@@ -24,9 +24,9 @@ from torch.autograd.function import once_differentiable
 
 from parity.model.dflash.config import DrafterConfig, DraftVocab, RopeConfig
 from parity.model.dflash.mask import (
-    Layout,
-    Rule,
-    Tokens,
+    BlockLayout,
+    TokenPlaces,
+    VisibilityRule,
     additive,
     block_tokens,
     context_tokens,
@@ -179,7 +179,7 @@ class Layer(nn.Module):
 class ContextCache:
     """Keys and values of conditioning states, one pair a layer. Blocks are never stored in it."""
 
-    context: Tokens
+    context: TokenPlaces
     """The S cached tokens, in the order they were added; several documents may share one cache."""
     layers: list[KeysValues]
     """Per layer keys and values [S, G, E]."""
@@ -241,7 +241,7 @@ class Drafter(nn.Module):
         self,
         states: Tensor,
         block_embeddings: Tensor,
-        layout: Layout,
+        layout: BlockLayout,
         *,
         attention: AttentionKind = "grouped",
     ) -> Tensor:
@@ -286,7 +286,7 @@ class Drafter(nn.Module):
         """
         size = block_embeddings.shape[1]
         blocks = block_tokens(position, document, size)
-        layout = Layout(context=cache.context, blocks=blocks, block_size=size)
+        layout = BlockLayout(context=cache.context, blocks=blocks, block_size=size)
         return self._run(block_embeddings, layout, cache.layers, attention)
 
     def _layers(self) -> Iterable[Layer]:
@@ -297,7 +297,7 @@ class Drafter(nn.Module):
     def _run(
         self,
         block_embeddings: Tensor,
-        layout: Layout,
+        layout: BlockLayout,
         context: Iterable[KeysValues],
         attention: AttentionKind,
     ) -> Tensor:
@@ -318,9 +318,11 @@ def block_ids(tokens: Tensor, anchors: Tensor, block_size: int, mask_token_id: i
     return ids
 
 
-def prepare_attention(layout: Layout, rules: tuple[Rule, ...], kind: AttentionKind) -> list[Attend]:
+def prepare_attention(
+    layout: BlockLayout, rules: tuple[VisibilityRule, ...], kind: AttentionKind
+) -> list[Attend]:
     """One `Attend` a layer; layers with equal rules share it and its masks."""
-    make = {"grouped": _grouped, "sdpa": _dense_sdpa, "eager": _eager, "flex": _flex}[kind]
+    make = {"grouped": _attend_by_groups, "sdpa": _dense_sdpa, "eager": _eager, "flex": _flex}[kind]
     made = {rule: make(layout, rule) for rule in set(rules)}
     return [made[rule] for rule in rules]
 
@@ -333,7 +335,7 @@ def _sdpa(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor
     return out[0].transpose(0, 1)
 
 
-def _grouped(layout: Layout, rule: Rule) -> Attend:
+def _attend_by_groups(layout: BlockLayout, rule: VisibilityRule) -> Attend:
     """Each group of neighbouring blocks attends to its own span of context and its own slots only."""
     groups = plan_groups(layout, rule)
     sizes = [(group.last - group.first) * layout.block_size for group in groups]
@@ -353,7 +355,7 @@ def _grouped(layout: Layout, rule: Rule) -> Attend:
     return attend
 
 
-def _dense_sdpa(layout: Layout, rule: Rule) -> Attend:
+def _dense_sdpa(layout: BlockLayout, rule: VisibilityRule) -> Attend:
     mask = dense_mask(layout.blocks, layout.keys, rule)
 
     def attend(queries: Tensor, context: KeysValues, blocks: KeysValues) -> Tensor:
@@ -363,7 +365,7 @@ def _dense_sdpa(layout: Layout, rule: Rule) -> Attend:
     return attend
 
 
-def _eager(layout: Layout, rule: Rule) -> Attend:
+def _eager(layout: BlockLayout, rule: VisibilityRule) -> Attend:
     """The reference: scores, mask, softmax in fp32 or wider, weighted sum; every step in the open."""
     mask = dense_mask(layout.blocks, layout.keys, rule)
 
@@ -381,7 +383,7 @@ def _eager(layout: Layout, rule: Rule) -> Attend:
 _compiled_flex: Callable[..., Tensor] | None = None
 
 
-def _flex(layout: Layout, rule: Rule) -> Attend:
+def _flex(layout: BlockLayout, rule: VisibilityRule) -> Attend:
     """FlexAttention; compiled on CUDA, where the uncompiled form would hold all scores."""
     from torch.nn.attention.flex_attention import flex_attention
 

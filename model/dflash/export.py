@@ -24,25 +24,32 @@ from torch import Tensor
 from parity.errors import ParityError
 from parity.model.dflash.config import DrafterConfig, DraftVocab
 from parity.model.dflash.drafter import Drafter
-from parity.model.dflash.layout_read import Answers, read_speculators, read_zlab
-from parity.model.dflash.layout_write import Wiring, speculators_config, zlab_config
+from parity.model.dflash.layout_read import AmbiguityAnswers, read_speculators, read_zlab
+from parity.model.dflash.layout_write import TargetLayers, speculators_config, zlab_config
 
-__all__ = ["Answers", "Imported", "Wiring", "load_checkpoint", "save_speculators", "save_zlab"]
+__all__ = [
+    "AmbiguityAnswers",
+    "ImportedCheckpoint",
+    "TargetLayers",
+    "load_checkpoint",
+    "save_speculators",
+    "save_zlab",
+]
 
-Layout = Literal["zlab", "speculators"]
-SHARED = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+CheckpointLayout = Literal["zlab", "speculators"]
+SHARED_TENSORS = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 """Tensors that belong to the target; some writers put a copy beside the drafter's own."""
 MAPS = ("t2d", "d2t")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Imported:
+class ImportedCheckpoint:
     """A checkpoint that was read."""
 
     drafter: Drafter
     """In the dtype of the file."""
-    wiring: Wiring
-    layout: Layout
+    wiring: TargetLayers
+    layout: CheckpointLayout
     shared: dict[str, Tensor]
     """Copies of the target's tensors that the file holds, by name: to be compared with the target's own."""
 
@@ -50,7 +57,7 @@ class Imported:
 def save_zlab(
     folder: str | Path,
     drafter: Drafter,
-    wiring: Wiring,
+    wiring: TargetLayers,
     *,
     full_vocabulary: bool = False,
     partial_rotary: bool = False,
@@ -73,7 +80,7 @@ def save_zlab(
 def save_speculators(
     folder: str | Path,
     drafter: Drafter,
-    wiring: Wiring,
+    wiring: TargetLayers,
     *,
     head: Tensor | None = None,
     partial_rotary: bool = False,
@@ -148,13 +155,13 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def load_checkpoint(folder: str | Path, answers: Answers | None = None) -> Imported:
+def load_checkpoint(folder: str | Path, answers: AmbiguityAnswers | None = None) -> ImportedCheckpoint:
     """Read a checkpoint of either layout. Raises ParityError where a file is missing or unsafe, tensors do not fit,
     or the configuration can be read in two ways (the message holds the question; `answers` takes the answer)."""
-    folder, answers = Path(folder), answers or Answers()
+    folder, answers = Path(folder), answers or AmbiguityAnswers()
     raw, tensors = _read_config(folder), _read_tensors(folder)
     draft_vocab = None
-    layout: Layout = "speculators" if "speculators_model_type" in raw else "zlab"
+    layout: CheckpointLayout = "speculators" if "speculators_model_type" in raw else "zlab"
     if layout == "speculators":
         kind = raw["speculators_model_type"]
         if kind != "dflash":
@@ -172,10 +179,10 @@ def load_checkpoint(folder: str | Path, answers: Answers | None = None) -> Impor
                 f"a DFlash drafter in {folder}", found, "give a checkpoint of z-lab or speculators"
             )
         config, wiring = read_zlab(raw, answers)
-    own = {name: tensor for name, tensor in tensors.items() if name not in (*SHARED, *MAPS)}
-    shared = {name: tensor for name, tensor in tensors.items() if name in SHARED}
-    drafter = _filled(Drafter(config, draft_vocab), own, folder)
-    return Imported(drafter=drafter, wiring=wiring, layout=layout, shared=shared)
+    own = {name: tensor for name, tensor in tensors.items() if name not in (*SHARED_TENSORS, *MAPS)}
+    shared = {name: tensor for name, tensor in tensors.items() if name in SHARED_TENSORS}
+    drafter = _fill_weights(Drafter(config, draft_vocab), own, folder)
+    return ImportedCheckpoint(drafter=drafter, wiring=wiring, layout=layout, shared=shared)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -240,7 +247,7 @@ def _vocabulary(tensors: Mapping[str, Tensor], size: int, full: int) -> DraftVoc
     return DraftVocab(t2d=t2d, d2t=d2t)
 
 
-def _filled(drafter: Drafter, tensors: Mapping[str, Tensor], folder: Path) -> Drafter:
+def _fill_weights(drafter: Drafter, tensors: Mapping[str, Tensor], folder: Path) -> Drafter:
     """The drafter with the file's weights; all of them, of the right shape and finite."""
     wanted = {name: parameter.shape for name, parameter in drafter.named_parameters()}
     wrong = [f"no {name}" for name in sorted(wanted.keys() - tensors.keys())]

@@ -1,7 +1,7 @@
 """What two checkpoint layouts say in config.json: reading. `export_layouts` writes them and tells their keys.
 
 One meaning has several spellings, and readers differ where a file is silent. What can be read in two ways is
-refused with the question to answer; `Answers` takes the answer. Keys that a file leaves out because they equal
+refused with the question to answer; `AmbiguityAnswers` takes the answer. Keys that a file leaves out because they equal
 transformers' Qwen3Config defaults are filled from there, as both readers do.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from parity.errors import ParityError
 from parity.model.dflash.config import DrafterConfig, RopeConfig, layer_rules
-from parity.model.dflash.layout_write import Wiring
-from parity.model.dflash.mask import Rule
+from parity.model.dflash.layout_write import TargetLayers
+from parity.model.dflash.mask import VisibilityRule
 
 SIZES = (
     "vocab_size",
@@ -46,7 +46,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answers:
+class AmbiguityAnswers:
     """What the reader of an ambiguous checkpoint knows better than its files; None where nothing is said."""
 
     block_size: int | None = None
@@ -73,14 +73,14 @@ def _ask(key: str, found: str, do: str) -> ParityError:
     return ParityError(f"the meaning of {key} in config.json", found, do)
 
 
-def _refuse_unknown_arithmetic(raw: Mapping[str, Any], answers: Answers) -> None:
+def _refuse_unknown_arithmetic(raw: Mapping[str, Any], answers: AmbiguityAnswers) -> None:
     for key, neutral in NEUTRAL.items():
         if key in raw and raw[key] not in neutral and key not in answers.ignore:
             do = f"this drafter computes something else; to pass it over, answer ignore=({key!r},)"
             raise _ask(key, f"{key}: {raw[key]!r}, which we do not compute", do)
 
 
-def _agreed(name: str, spellings: Mapping[str, Any], answer: Any) -> Any:
+def _one_value(name: str, spellings: Mapping[str, Any], answer: Any) -> Any:
     """The one value of a setting that may stand under several keys; the answer where there is one."""
     if answer is not None:
         return answer
@@ -94,7 +94,7 @@ def _agreed(name: str, spellings: Mapping[str, Any], answer: Any) -> Any:
     return values[0]
 
 
-def _rope(flat: Mapping[str, Any], answers: Answers) -> RopeConfig:
+def _rope(flat: Mapping[str, Any], answers: AmbiguityAnswers) -> RopeConfig:
     nested = flat.get("rope_parameters") or {}
     if any(isinstance(value, Mapping) for value in nested.values()):
         found = f"one rope for each of {', '.join(nested)}"
@@ -118,8 +118,8 @@ def _rope(flat: Mapping[str, Any], answers: Answers) -> RopeConfig:
 
 
 def _layers_seen(
-    flat: Mapping[str, Any], count: int, answers: Answers, causal: bool | None
-) -> tuple[Rule, ...]:
+    flat: Mapping[str, Any], count: int, answers: AmbiguityAnswers, causal: bool | None
+) -> tuple[VisibilityRule, ...]:
     """What each draft layer sees. `causal` as in `layer_rules`."""
     types = answers.layer_types or flat.get("layer_types")
     if types is None:
@@ -141,12 +141,18 @@ def _layers_seen(
             raise _ask("sliding_window", found, do)
         if applied is False:
             rules = layer_rules(types, 1, causal)
-            return tuple(Rule(causal=rule.causal) for rule in rules)
+            return tuple(VisibilityRule(causal=rule.causal) for rule in rules)
     return layer_rules(types, window, causal if answers.is_causal is None else answers.is_causal)
 
 
 def _build(
-    flat: Mapping[str, Any], answers: Answers, *, block: int, mask: int, layers: int, causal: bool | None
+    flat: Mapping[str, Any],
+    answers: AmbiguityAnswers,
+    *,
+    block: int,
+    mask: int,
+    layers: int,
+    causal: bool | None,
 ) -> tuple[DrafterConfig, Any]:
     """The drafter, and the filled Qwen3Config its sizes were taken from."""
     from transformers import Qwen3Config
@@ -173,8 +179,8 @@ def _build(
 
 def _wiring(
     sizes: Any, layers: Sequence[int], count: int, target: str | None = None, kinds: Sequence[str] = ()
-) -> Wiring:
-    return Wiring(
+) -> TargetLayers:
+    return TargetLayers(
         layers=tuple(layers),
         num_target_layers=count,
         vocab_size=sizes.vocab_size,
@@ -194,7 +200,7 @@ def _zlab_ids(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_zlab(raw: Mapping[str, Any], answers: Answers) -> tuple[DrafterConfig, Wiring]:
+def read_zlab(raw: Mapping[str, Any], answers: AmbiguityAnswers) -> tuple[DrafterConfig, TargetLayers]:
     """A config.json in z-lab's layout. Raises ParityError with the question where it can be read in two ways."""
     own = raw.get("dflash_config") or {}
     _refuse_unknown_arithmetic({**raw, **own}, answers)
@@ -204,10 +210,10 @@ def read_zlab(raw: Mapping[str, Any], answers: Answers) -> tuple[DrafterConfig, 
         raise _ask("dflash_config", found, do)
 
     def both(key: str, answer: Any) -> Any:
-        return _agreed(key, {f"dflash_config.{key}": own.get(key), key: raw.get(key)}, answer)
+        return _one_value(key, {f"dflash_config.{key}": own.get(key), key: raw.get(key)}, answer)
 
-    layers = _agreed("layers", _zlab_ids(raw, own), answers.layers)
-    count = _agreed(
+    layers = _one_value("layers", _zlab_ids(raw, own), answers.layers)
+    count = _one_value(
         "num_target_layers", {"num_target_layers": raw.get("num_target_layers")}, answers.num_target_layers
     )
     causal = raw.get("is_causal")
@@ -227,8 +233,8 @@ def read_zlab(raw: Mapping[str, Any], answers: Answers) -> tuple[DrafterConfig, 
 
 
 def read_speculators(
-    raw: Mapping[str, Any], answers: Answers, verifier_layers: int | None = None
-) -> tuple[DrafterConfig, Wiring, int]:
+    raw: Mapping[str, Any], answers: AmbiguityAnswers, verifier_layers: int | None = None
+) -> tuple[DrafterConfig, TargetLayers, int]:
     """A config.json in speculators' layout, with the size of the draft's vocabulary.
 
     verifier_layers: of the verifier's own config.json, where it lies on this machine; the file itself does not say
@@ -245,9 +251,9 @@ def read_speculators(
         "num_target_layers": raw.get("num_target_layers"),
         "the verifier's num_hidden_layers": verifier_layers,
     }
-    count = _agreed("num_target_layers", counts, answers.num_target_layers)
+    count = _one_value("num_target_layers", counts, answers.num_target_layers)
     ids = raw.get("aux_hidden_state_layer_ids")
-    layers = _agreed("layers", {"aux_hidden_state_layer_ids": ids}, answers.layers)
+    layers = _one_value("layers", {"aux_hidden_state_layer_ids": ids}, answers.layers)
     if answers.layers is None:
         layers = [index - 1 for index in _in_range(layers, count)]
     blocks: dict[str, Any] = {"block_size": raw.get("block_size")}
@@ -257,8 +263,8 @@ def read_speculators(
     config, sizes = _build(
         flat,
         answers,
-        block=_agreed("block_size", blocks, answers.block_size),
-        mask=_agreed("mask_token_id", {"mask_token_id": raw.get("mask_token_id")}, answers.mask_token_id),
+        block=_one_value("block_size", blocks, answers.block_size),
+        mask=_one_value("mask_token_id", {"mask_token_id": raw.get("mask_token_id")}, answers.mask_token_id),
         layers=len(layers),
         causal=None,
     )

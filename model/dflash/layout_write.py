@@ -16,14 +16,14 @@ from typing import Any
 
 from parity.errors import ParityError
 from parity.model.dflash.config import DrafterConfig
-from parity.model.dflash.mask import Rule
+from parity.model.dflash.mask import VisibilityRule
 from parity.model.target.load import Target
 
 SPECULATORS_VERSION = "0.9.0"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wiring:
+class TargetLayers:
     """What readers of a checkpoint must know of the target, beside the drafter's own sizes."""
 
     layers: tuple[int, ...]
@@ -49,7 +49,7 @@ class Wiring:
             raise ParityError("conditioning layers of a checkpoint", found, do)
 
     @classmethod
-    def of(cls, target: Target, layers: Sequence[int]) -> "Wiring":
+    def of(cls, target: Target, layers: Sequence[int]) -> "TargetLayers":
         """For a loaded target."""
         config = target.config
         return cls(
@@ -62,7 +62,7 @@ class Wiring:
         )
 
 
-def _attention_keys(layers: tuple[Rule, ...]) -> dict[str, Any]:
+def _attention_keys(layers: tuple[VisibilityRule, ...]) -> dict[str, Any]:
     """layer_types and window keys; raises where layers have different windows."""
     windows = {rule.window for rule in layers} - {None}
     if len(windows) > 1:
@@ -76,7 +76,7 @@ def _attention_keys(layers: tuple[Rule, ...]) -> dict[str, Any]:
     }
 
 
-def _causal(layers: tuple[Rule, ...], *, sliding: bool) -> bool | None:
+def _causal(layers: tuple[VisibilityRule, ...], *, sliding: bool) -> bool | None:
     """Whether full (or sliding) layers are causal; None where there are none. Raises where they differ."""
     flags = {rule.causal for rule in layers if (rule.window is not None) == sliding}
     if len(flags) > 1:
@@ -85,7 +85,7 @@ def _causal(layers: tuple[Rule, ...], *, sliding: bool) -> bool | None:
     return flags.pop() if flags else None
 
 
-def _flat(config: DrafterConfig, wiring: Wiring, dtype: str) -> dict[str, Any]:
+def _flat(config: DrafterConfig, wiring: TargetLayers, dtype: str) -> dict[str, Any]:
     """Qwen3 keys, with both rope schemas: each reader knows only one, so both must say the same."""
     if len(wiring.layers) != config.conditioning:
         found = f"{len(wiring.layers)} layers for a drafter that takes {config.conditioning}"
@@ -117,7 +117,7 @@ def _flat(config: DrafterConfig, wiring: Wiring, dtype: str) -> dict[str, Any]:
     }
 
 
-def zlab_config(config: DrafterConfig, wiring: Wiring, dtype: str) -> dict[str, Any]:
+def zlab_config(config: DrafterConfig, wiring: TargetLayers, dtype: str) -> dict[str, Any]:
     """config.json in z-lab's layout. Raises ParityError for what that layout cannot say."""
     full, sliding = _causal(config.layers, sliding=False), _causal(config.layers, sliding=True)
     flag: dict[str, Any] = {}
@@ -142,7 +142,9 @@ def zlab_config(config: DrafterConfig, wiring: Wiring, dtype: str) -> dict[str, 
     }
 
 
-def speculators_config(config: DrafterConfig, wiring: Wiring, dtype: str, draft_vocab: int) -> dict[str, Any]:
+def speculators_config(
+    config: DrafterConfig, wiring: TargetLayers, dtype: str, draft_vocab: int
+) -> dict[str, Any]:
     """config.json in speculators 0.9.0's layout; `draft_vocab` is the size of the draft's vocabulary."""
     if _causal(config.layers, sliding=False):
         found = "causal full-attention layers, and speculators' are always bidirectional"

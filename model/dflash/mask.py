@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 CONTEXT = -1
-"""`Tokens.block` of a context token."""
+"""`TokenPlaces.block` of a context token."""
 PADDING = -1
-"""`Tokens.document` of padding: seen by nobody."""
+"""`TokenPlaces.document` of padding: seen by nobody."""
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
+class VisibilityRule:
     """What one layer's queries may see, beyond what holds for every layer."""
 
     window: int | None = None
@@ -40,7 +40,7 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tokens:
+class TokenPlaces:
     """What visibility knows of N tokens; four integer tensors of one shape."""
 
     position: Tensor
@@ -55,9 +55,9 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.position)
 
-    def at(self, index: Any) -> "Tokens":
+    def at(self, index: Any) -> "TokenPlaces":
         """The tokens at `index`: whatever a tensor accepts (`[:, None]` to broadcast, a traced scalar)."""
-        return Tokens(
+        return TokenPlaces(
             position=self.position[index],
             document=self.document[index],
             block=self.block[index],
@@ -65,7 +65,7 @@ class Tokens:
         )
 
 
-def visible(query: Tokens, key: Tokens, rule: Rule) -> Tensor:
+def visible(query: TokenPlaces, key: TokenPlaces, rule: VisibilityRule) -> Tensor:
     """THE definition: may `query` see `key`? Broadcasts; bool.
 
     A query is always a slot of a block, so `position - slot` is its anchor's position. A block that belongs
@@ -85,29 +85,29 @@ def visible(query: Tokens, key: Tokens, rule: Rule) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class BlockLayout:
     """Context and blocks of one forward pass, for training (many blocks) and drafting (few) alike."""
 
-    context: Tokens
+    context: TokenPlaces
     """S context tokens."""
-    blocks: Tokens
+    blocks: TokenPlaces
     """Q = A * B slots, block after block."""
     block_size: int
     """B."""
 
     @property
-    def keys(self) -> Tokens:
+    def keys(self) -> TokenPlaces:
         """The K = S + A * B keys, context first."""
         pairs = ((self.context.position, self.blocks.position), (self.context.document, self.blocks.document))
         position, document = (torch.cat(pair) for pair in pairs)
         block = torch.cat((self.context.block, self.blocks.block))
         slot = torch.cat((self.context.slot, self.blocks.slot))
-        return Tokens(position=position, document=document, block=block, slot=slot)
+        return TokenPlaces(position=position, document=document, block=block, slot=slot)
 
 
-def context_tokens(position: Tensor, document: Tensor) -> Tokens:
+def context_tokens(position: Tensor, document: Tensor) -> TokenPlaces:
     """S conditioning states from their positions [S] and documents [S]."""
-    return Tokens(
+    return TokenPlaces(
         position=position,
         document=document,
         block=torch.full_like(document, CONTEXT),
@@ -115,11 +115,11 @@ def context_tokens(position: Tensor, document: Tensor) -> Tokens:
     )
 
 
-def block_tokens(position: Tensor, document: Tensor, block_size: int) -> Tokens:
+def block_tokens(position: Tensor, document: Tensor, block_size: int) -> TokenPlaces:
     """A * B slots of blocks whose anchors stand at `position` [A] of `document` [A]."""
     slot = torch.arange(block_size, device=position.device)
     anchors = len(position)
-    return Tokens(
+    return TokenPlaces(
         position=(position[:, None] + slot).reshape(-1),
         document=document.repeat_interleave(block_size),
         block=torch.arange(anchors, device=position.device).repeat_interleave(block_size),
@@ -127,16 +127,16 @@ def block_tokens(position: Tensor, document: Tensor, block_size: int) -> Tokens:
     )
 
 
-def training_layout(position: Tensor, document: Tensor, anchors: Tensor, block_size: int) -> Layout:
+def training_layout(position: Tensor, document: Tensor, anchors: Tensor, block_size: int) -> BlockLayout:
     """Blocks at the token indices `anchors` [A] of a packed row with `position` [S] and `document` [S]."""
-    return Layout(
+    return BlockLayout(
         context=context_tokens(position, document),
         blocks=block_tokens(position[anchors], document[anchors], block_size),
         block_size=block_size,
     )
 
 
-def dense_mask(queries: Tokens, keys: Tokens, rule: Rule) -> Tensor:
+def dense_mask(queries: TokenPlaces, keys: TokenPlaces, rule: VisibilityRule) -> Tensor:
     """Bool [Q, K], True where visible: what sdpa and the eager reference take."""
     return visible(queries.at((slice(None), None)), keys.at((None, slice(None))), rule)
 
@@ -146,7 +146,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
-def mask_mod(queries: Tokens, keys: Tokens, rule: Rule) -> MaskMod:
+def mask_mod(queries: TokenPlaces, keys: TokenPlaces, rule: VisibilityRule) -> MaskMod:
     """Flex attention's `mask_mod(batch, head, query index, key index)`; batch and head do not matter."""
 
     def mod(batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def mask_mod(queries: Tokens, keys: Tokens, rule: Rule) -> MaskMod:
     return mod
 
 
-def flex_mask(layout: Layout, rule: Rule) -> Any:
+def flex_mask(layout: BlockLayout, rule: VisibilityRule) -> Any:
     """Flex attention's `BlockMask` over Q queries and K keys. Imported late: flex loads the compiler."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -167,7 +167,7 @@ def flex_mask(layout: Layout, rule: Rule) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class BlockGroup:
     """Neighbouring blocks and the one span of context that any of them may see."""
 
     first: int
@@ -188,7 +188,7 @@ GROUP_COST = 2_500
 """What one more group costs, in query-key pairs of 8 heads: calls and copies (bench_drafter.py)."""
 
 
-def context_spans(layout: Layout, rule: Rule) -> list[tuple[int, int]]:
+def context_spans(layout: BlockLayout, rule: VisibilityRule) -> list[tuple[int, int]]:
     """Per block the context span [low, high) that holds everything any of its slots sees.
 
     Slot 0's row of the dense mask is enough: all slots share the anchor, and slot 0's window reaches back
@@ -204,7 +204,7 @@ def context_spans(layout: Layout, rule: Rule) -> list[tuple[int, int]]:
     return list(zip((low * some).tolist(), (high * some).tolist(), strict=True))
 
 
-def plan_groups(layout: Layout, rule: Rule) -> tuple[Group, ...]:
+def plan_groups(layout: BlockLayout, rule: VisibilityRule) -> tuple[BlockGroup, ...]:
     """Cut the blocks into groups of neighbours; a group grows while that is cheaper than a new one.
 
     Right for any order of anchors, fast for sorted ones.
@@ -213,7 +213,7 @@ def plan_groups(layout: Layout, rule: Rule) -> tuple[Group, ...]:
     if len(layout.blocks) == layout.block_size and rule.window is None:
         return (_group(layout, rule, blocks=(0, 1), span=whole),)  # a draft: its cache ends at the anchor
     spans = context_spans(layout, rule)
-    groups: list[Group] = []
+    groups: list[BlockGroup] = []
     first = 0
     while first < len(spans):
         (low, high), last = spans[first], first + 1
@@ -241,8 +241,10 @@ def _union(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     return min(a[0], b[0]), max(a[1], b[1])
 
 
-def _group(layout: Layout, rule: Rule, *, blocks: tuple[int, int], span: tuple[int, int]) -> Group:
+def _group(
+    layout: BlockLayout, rule: VisibilityRule, *, blocks: tuple[int, int], span: tuple[int, int]
+) -> BlockGroup:
     queries = layout.blocks.at(slice(blocks[0] * layout.block_size, blocks[1] * layout.block_size))
     parts = (layout.context.at(slice(*span)), queries)
     mask = torch.cat([dense_mask(queries, part, rule) for part in parts], dim=1)
-    return Group(first=blocks[0], last=blocks[1], low=span[0], high=span[1], mask=mask)
+    return BlockGroup(first=blocks[0], last=blocks[1], low=span[0], high=span[1], mask=mask)

@@ -4,7 +4,7 @@
     output = wiring.step(batch, captured)          # StepOutput; nothing is updated
     output.objective.numerator.backward()
 
-`Wiring.step` is the whole path, a line a stage. Probes read `StepOutput`; planted faults replace one stage.
+`TrainingStep.step` is the whole path, a line a stage. Probes read `StepOutput`; planted faults replace one stage.
 Nothing is drawn from a global generator: anchors and noise depend on (seed, epoch, sample id) only.
 
 Shapes: S tokens of a row, N captured slices, C conditioning layers, D width, A anchors, B slots, V vocabulary.
@@ -22,30 +22,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.dflash.anchors import AnchorConfig, Blocks, blocks_at, draw_anchors, random_words
+from parity.model.dflash.anchors import AnchorConfig, BlockLabels, blocks_at, draw_anchors, random_words
 from parity.model.dflash.config import DrafterConfig, DraftVocab, RopeConfig, layer_rules
 from parity.model.dflash.drafter import INIT_STD, Drafter, block_ids
-from parity.model.dflash.mask import Layout, training_layout
+from parity.model.dflash.mask import BlockLayout, training_layout
 from parity.model.recipe.check import nearest
-from parity.model.recipe.config import LossPart, Recipe, Run, Training
+from parity.model.recipe.config import LossPart, Recipe, RunConfig, TrainingFile
 from parity.model.training.data import Batch, Document
 from parity.model.training.loss import (
     Dpace,
     ExpDecay,
     LossConfig,
     Objective,
-    Teacher,
+    SlotWeighting,
+    TeacherStates,
     Uniform,
-    Weights,
     objective,
     slot_weights,
     teacher_labels,
 )
-from parity.model.training.states import Captured, Parts
+from parity.model.training.states import SharedModules, StepStates
 
 NOISE = 0x6E6F697365
 """Added to the seed where noise is drawn, so that it does not repeat the anchors' words."""
-WITHIN: dict[str, bool | None] = {"bidirectional": False, "causal": True, "sliding_causal": None}
+WITHIN_RULES: dict[str, bool | None] = {"bidirectional": False, "causal": True, "sliding_causal": None}
 """`block.within` as `layer_rules` takes it."""
 
 
@@ -57,7 +57,7 @@ class StepOutput:
     """Numerator (in the graph), denominator, terms, per-slot counts."""
     batch: Batch
     """The row that the step was given, or the same muted."""
-    captured: Captured
+    captured: StepStates
     """Its states."""
     fc_input: Tensor
     """[S, C * D] what entered fc, noise included."""
@@ -67,11 +67,11 @@ class StepOutput:
     """[V, D] the head's rows for the draft's vocabulary, frozen."""
     labels: Tensor
     """[A, B] ids of the draft's vocabulary, negative where there is none."""
-    teacher: Teacher | None
+    teacher: TeacherStates | None
     """The target's distribution at every slot, where the recipe uses one."""
-    blocks: Blocks
+    blocks: BlockLabels
     """Anchors, the token of every slot, and which slots are supervised."""
-    layout: Layout
+    layout: BlockLayout
     """What the attention masks are made from."""
     loss_config: LossConfig
 
@@ -86,7 +86,7 @@ class StepOutput:
         return self.blocks.anchors
 
     @property
-    def supervised(self) -> Tensor:
+    def supervision_mask(self) -> Tensor:
         """Bool [A, B]."""
         return self.blocks.supervised & (self.labels >= 0)
 
@@ -97,7 +97,7 @@ class StepOutput:
 
     def weights(self) -> Tensor:
         """[A, B] weight of every slot, 0 where not supervised; forms logits of one block at a time for D-PACE."""
-        on = self.supervised
+        on = self.supervision_mask
         confidence = torch.zeros(on.shape, dtype=torch.promote_types(self.hidden.dtype, torch.float32))
         confidence = confidence.to(self.hidden.device)
         if isinstance(self.loss_config.weights, Dpace):
@@ -109,10 +109,10 @@ class StepOutput:
         return slot_weights(self.loss_config.weights, on, confidence)
 
 
-class Wiring:
+class TrainingStep:
     """The recipe as code: a drafter between the parts of its target."""
 
-    def __init__(self, training: Training, parts: Parts, drafter: Drafter) -> None:
+    def __init__(self, training: TrainingFile, parts: SharedModules, drafter: Drafter) -> None:
         """Raises ParityError for what a recipe can declare of other trainers and this one does not do."""
         recipe, run = training.recipe, training.run
         if recipe.attention.window_from != "query" or recipe.block.documents != "isolated":
@@ -137,7 +137,7 @@ class Wiring:
     def step(
         self,
         batch: Batch,
-        captured: Captured,
+        captured: StepStates,
         *,
         anchors: Tensor | None = None,
         seed: int | None = None,
@@ -145,15 +145,15 @@ class Wiring:
     ) -> StepOutput:
         """Captured states of a row -> loss. `anchors` fixes them; `seed` replaces the run's, for noise too."""
         seed = self.run.seed if seed is None else seed
-        conditioning, teacher_state = self.split(captured)
-        fc_input = self.noised(conditioning, batch, seed) if training else conditioning
+        conditioning, teacher_state = self.split_slices(captured)
+        fc_input = self.add_noise(conditioning, batch, seed) if training else conditioning
         if self.keep_gradients and training:
             fc_input = fc_input.requires_grad_()
         anchors = self.anchors(batch, seed) if anchors is None else anchors
         if not len(
             anchors
         ):  # one block that trains nothing, so that every parameter takes part in every step
-            batch, anchors = batch.muted(), anchors.new_zeros(1)
+            batch, anchors = batch.without_supervision(), anchors.new_zeros(1)
         blocks = self.blocks(batch, anchors)
         layout = training_layout(batch.position, batch.document, anchors, self.recipe.block.size)
         # Labels first: their chunks of logits are let go of before the activations are there (a quarter of the peak
@@ -175,13 +175,13 @@ class Wiring:
             loss_config=self.loss_config,
         )
 
-    def split(self, captured: Captured) -> tuple[Tensor, Tensor | None]:
+    def split_slices(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
         """Conditioning slices joined for fc [S, C * D] in the weights' dtype; the teacher's slice [S, D] as it is."""
         conditioning = captured.states[:, : captured.conditioning].flatten(1).to(self.dtype)
         rest = captured.states[:, captured.conditioning :]
         return conditioning, rest[:, 0] if rest.shape[1] else None
 
-    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+    def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         """The recipe's noise on the conditioning states, document by document; [S, C * D]."""
         noise = self.recipe.noise
         if noise.kind == "none":
@@ -210,7 +210,7 @@ class Wiring:
             config=self.anchor_config,
         )
 
-    def blocks(self, batch: Batch, anchors: Tensor) -> Blocks:
+    def blocks(self, batch: Batch, anchors: Tensor) -> BlockLabels:
         """What the slots stand for."""
         return blocks_at(
             anchors,
@@ -226,7 +226,7 @@ class Wiring:
         ids = block_ids(batch.tokens, anchors, self.recipe.block.size, self.recipe.block.mask_token_id)
         return F.embedding(ids, self.parts.embed).to(self.dtype)
 
-    def draft(self, fc_input: Tensor, embeddings: Tensor, layout: Layout) -> Tensor:
+    def draft(self, fc_input: Tensor, embeddings: Tensor, layout: BlockLayout) -> Tensor:
         """[A, B, D] what enters the head; products in bf16 where the run says so."""
         precision = self.run.precision.autocast
         on = fc_input.device.type
@@ -234,7 +234,7 @@ class Wiring:
             hidden: Tensor = self.drafter(fc_input, embeddings, layout, attention=self.run.drafter.attention)
         return hidden
 
-    def teacher(self, state: Tensor | None, blocks: Blocks) -> Teacher | None:
+    def teacher(self, state: Tensor | None, blocks: BlockLabels) -> TeacherStates | None:
         """The target's distributions, from a state after the final norm."""
         declared = self.recipe.teacher
         if state is None or declared is None:
@@ -242,9 +242,9 @@ class Wiring:
         if declared.norm == "pre":
             with torch.no_grad():
                 state = self.parts.norm(state)
-        return Teacher(states=state.detach(), index=blocks.teacher_index, head=self.head)
+        return TeacherStates(states=state.detach(), index=blocks.teacher_index, head=self.head)
 
-    def labels(self, blocks: Blocks, teacher: Teacher | None) -> Tensor:
+    def labels(self, blocks: BlockLabels, teacher: TeacherStates | None) -> Tensor:
         """[A, B] ids of the draft's vocabulary, negative where there is none."""
         if self.recipe.labels != "data":
             assert teacher is not None  # the recipe's own check
@@ -255,7 +255,13 @@ class Wiring:
         return torch.where(blocks.supervised, ids, torch.full_like(ids, -1))
 
     def objective(
-        self, hidden: Tensor, labels: Tensor, blocks: Blocks, teacher: Teacher | None, *, samples: int
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        blocks: BlockLabels,
+        teacher: TeacherStates | None,
+        *,
+        samples: int,
     ) -> Objective:
         """The recipe's loss; the teacher's distributions are formed only where a term needs them."""
         return objective(
@@ -271,7 +277,7 @@ class Wiring:
 
 def loss_config(loss: LossPart) -> LossConfig:
     """The recipe's loss as `parity.model.training.loss` takes it."""
-    weights: Weights = Uniform()
+    weights: SlotWeighting = Uniform()
     if loss.weights.gamma is not None:
         weights = ExpDecay(gamma=loss.weights.gamma)
     if loss.weights.alpha is not None:
@@ -285,7 +291,7 @@ def loss_config(loss: LossPart) -> LossConfig:
     )
 
 
-def drafter_config(recipe: Recipe, run: Run, parts: Parts) -> DrafterConfig:
+def drafter_config(recipe: Recipe, run: RunConfig, parts: SharedModules) -> DrafterConfig:
     """Sizes of the drafter: the training file's, else the target's. Raises ParityError where neither says."""
     config, sizes = parts.config, run.drafter
     rope = RopeConfig.from_config(_rope_keys(config))
@@ -309,7 +315,7 @@ def drafter_config(recipe: Recipe, run: Run, parts: Parts) -> DrafterConfig:
         conditioning=len(recipe.conditioning.layers),
         block_size=recipe.block.size,
         mask_token_id=recipe.block.mask_token_id,
-        layers=layer_rules(types, recipe.attention.window, WITHIN[recipe.block.within]),
+        layers=layer_rules(types, recipe.attention.window, WITHIN_RULES[recipe.block.within]),
         rope=rope,
         rms_norm_eps=sizes.rms_norm_eps or getattr(config, "rms_norm_eps", None) or 1e-6,
     )
@@ -362,7 +368,7 @@ def _map(file: Path) -> Tensor:
         raise ParityError(f"a vocabulary map from {file}", str(error), "give an npy file") from error
 
 
-def new_drafter(training: Training, parts: Parts, documents: Sequence[Document] = ()) -> Drafter:
+def new_drafter(training: TrainingFile, parts: SharedModules, documents: Sequence[Document] = ()) -> Drafter:
     """A drafter with new weights, drawn by the run's seed, on the run's device."""
     config = drafter_config(training.recipe, training.run, parts)
     drafter = Drafter(config, draft_vocab(training.recipe, len(parts.embed), documents))

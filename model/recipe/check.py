@@ -17,47 +17,47 @@ from pydantic import BaseModel
 from parity.errors import ParityError
 
 if TYPE_CHECKING:
-    from parity.model.recipe.config import Recipe, Training
+    from parity.model.recipe.config import Recipe, TrainingFile
 
-Key = tuple[str, ...]
+KeyPath = tuple[str, ...]
 """A place in the file: ("recipe", "teacher", "state")."""
-TERMS = ("ce", "kl", "rkl", "js", "tv", "nla", "lk")
+LOSS_TERMS = ("ce", "kl", "rkl", "js", "tv", "nla", "lk")
 """Terms of the loss: ce and `parity.model.training.loss.SOFT_TERMS`, by name: a training file is read without torch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lines:
+class KeyLines:
     """Where the keys of a file stand, to quote them."""
 
     file: str = ""
-    text: dict[Key, str] = field(default_factory=dict)
+    text: dict[KeyPath, str] = field(default_factory=dict)
     """Key -> `line 5 "teacher: {state: 61, norm: pre}"`."""
 
-    def quote(self, key: Key, value: Any) -> str:
+    def quote(self, key: KeyPath, value: Any) -> str:
         """The line that says `value`, or the key and value where no line does."""
         found = next((self.text[key[:n]] for n in range(len(key), 1, -1) if key[:n] in self.text), None)
         return found or f'"{".".join(key)}: {flow(value)}"'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Clash:
+class RecipeConflict:
     """Two lines that cannot both hold; `second` None: one line that says too little."""
 
-    first: Key
-    second: Key | None
+    first: KeyPath
+    second: KeyPath | None
     why: str
     do: str
 
-    def refuse(self, root: Mapping[str, Any], lines: Lines | None) -> None:
+    def refuse(self, root: Mapping[str, Any], lines: KeyLines | None) -> None:
         """Raise ParityError with the lines quoted."""
-        lines = lines or Lines()
+        lines = lines or KeyLines()
         keys = [key for key in (self.first, self.second) if key]
         quoted = list(dict.fromkeys(lines.quote(key, _at(root, key)) for key in keys))
         where = f" in {lines.file}" if lines.file else ""
         raise ParityError(f"{' and '.join(quoted)}{where}", self.why, self.do)
 
 
-def _at(root: Mapping[str, Any], key: Key) -> Any:
+def _at(root: Mapping[str, Any], key: KeyPath) -> Any:
     value: Any = root
     for name in key:
         value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
@@ -73,7 +73,7 @@ def flow(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def recipe_clashes(recipe: "Recipe") -> Iterator[Clash]:
+def recipe_clashes(recipe: "Recipe") -> Iterator[RecipeConflict]:
     """What contradicts itself within the recipe."""
     yield from _loss_clashes(recipe)
     yield from _layer_clashes(recipe)
@@ -81,14 +81,14 @@ def recipe_clashes(recipe: "Recipe") -> Iterator[Clash]:
     yield from _block_clashes(recipe)
 
 
-def _clash(first: str, second: str | None, why: str, do: str) -> Clash:
+def _clash(first: str, second: str | None, why: str, do: str) -> RecipeConflict:
     """Keys are written as dotted places."""
-    return Clash(
+    return RecipeConflict(
         first=tuple(first.split(".")), second=tuple(second.split(".")) if second else None, why=why, do=do
     )
 
 
-def _layer_clashes(recipe: "Recipe") -> Iterator[Clash]:
+def _layer_clashes(recipe: "Recipe") -> Iterator[RecipeConflict]:
     layers, ids, teacher = recipe.conditioning.layers, recipe.conditioning.ids, recipe.teacher
     place = "recipe.conditioning.layers"
     if ids is None:
@@ -114,7 +114,7 @@ def _layer_clashes(recipe: "Recipe") -> Iterator[Clash]:
             yield _clash("recipe.teacher.state", "recipe.teacher.norm", why, "write norm: pre")
 
 
-def _label_clashes(recipe: "Recipe") -> Iterator[Clash]:
+def _label_clashes(recipe: "Recipe") -> Iterator[RecipeConflict]:
     soft = [name for name in recipe.loss.terms if name != "ce"]
     labels, terms = "recipe.labels", "recipe.loss.terms"
     if recipe.needs_teacher and recipe.teacher is None:
@@ -133,15 +133,15 @@ def _label_clashes(recipe: "Recipe") -> Iterator[Clash]:
         yield _clash("recipe.draft_vocab.t2d", "recipe.draft_vocab.d2t", why, "give both files, or neither")
 
 
-def _loss_clashes(recipe: "Recipe") -> Iterator[Clash]:
+def _loss_clashes(recipe: "Recipe") -> Iterator[RecipeConflict]:
     loss, noise = recipe.loss, recipe.noise
     for name, factor in loss.terms.items():
-        if name not in TERMS:
-            yield _clash("recipe.loss.terms", None, f"no term {name!r}", nearest(name, TERMS))
+        if name not in LOSS_TERMS:
+            yield _clash("recipe.loss.terms", None, f"no term {name!r}", nearest(name, LOSS_TERMS))
         if not factor > 0:
             yield _clash("recipe.loss.terms", None, f"{name} weighs {factor}", "give a factor above 0")
     if not loss.terms:
-        yield _clash("recipe.loss.terms", None, "no term", f"use one or more of {', '.join(TERMS)}")
+        yield _clash("recipe.loss.terms", None, "no term", f"use one or more of {', '.join(LOSS_TERMS)}")
     if loss.temperature != 1 and set(loss.terms) == {"ce"}:
         why = "a temperature changes the soft terms only, and there is none"
         yield _clash("recipe.loss.temperature", "recipe.loss.terms", why, "leave temperature at 1")
@@ -159,7 +159,7 @@ def _loss_clashes(recipe: "Recipe") -> Iterator[Clash]:
         yield _clash("recipe.noise.std", "recipe.noise.kind", why, do)
 
 
-def _block_clashes(recipe: "Recipe") -> Iterator[Clash]:
+def _block_clashes(recipe: "Recipe") -> Iterator[RecipeConflict]:
     sliding, window = "sliding" in recipe.attention.layers, recipe.attention.window
     if sliding != (window is not None):
         why = "sliding layers without a window" if sliding else "a window that no layer uses"
@@ -171,7 +171,7 @@ def _block_clashes(recipe: "Recipe") -> Iterator[Clash]:
         yield _clash("recipe.frozen", None, why, "keep embed_tokens and lm_head in the list")
 
 
-def run_clashes(training: "Training") -> Iterator[Clash]:
+def run_clashes(training: "TrainingFile") -> Iterator[RecipeConflict]:
     """What contradicts itself within `run:`, or between it and the recipe."""
     recipe, run = training.recipe, training.run
     window, schedule, data = recipe.attention.window, run.schedule, run.data
@@ -243,7 +243,7 @@ FILES = {".gguf"}
 """Files that are a model by themselves."""
 
 
-def check_target(recipe: "Recipe", lines: Lines, *, ours: bool = False) -> None:
+def check_target(recipe: "Recipe", lines: KeyLines, *, ours: bool = False) -> None:
     """Refuse a target that can only be meant as a path and is no model: not there, or something else.
 
     `owner/name` where nothing of that name is on this disk is a name on a hub, which is asked later. A Python file is

@@ -21,9 +21,17 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from parity.errors import ParityError
-from parity.model.recipe.check import Key, Lines, check_target, flow, nearest, recipe_clashes, run_clashes
+from parity.model.recipe.check import (
+    KeyLines,
+    KeyPath,
+    check_target,
+    flow,
+    nearest,
+    recipe_clashes,
+    run_clashes,
+)
 
-KEYS = "`parity train --keys` says what each key takes"
+KEYS_HINT = "`parity train --keys` says what each key takes"
 Validated = TypeVar("Validated", bound=BaseModel)
 
 
@@ -33,15 +41,15 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-def _counted(unit: str) -> Any:
+def _unit(unit: str) -> Any:
     """Metadata of a field: what its number counts, for the table of keys."""
     return Field(json_schema_extra={"unit": unit})
 
 
-Tokens = Annotated[int, _counted("tokens")]
-Slots = Annotated[int, _counted("slots")]
-Steps = Annotated[int, _counted("steps")]
-Share = Annotated[float, _counted("share")]
+TokenCount = Annotated[int, _unit("tokens")]
+SlotCount = Annotated[int, _unit("slots")]
+StepCount = Annotated[int, _unit("steps")]
+Share = Annotated[float, _unit("share")]
 """Of a whole, 0 to 1."""
 
 
@@ -94,7 +102,7 @@ class TeacherPart(_Part):
 class DraftVocabPart(_Part):
     """A reduced draft vocabulary."""
 
-    size: Annotated[int, _counted("token ids")] = Field(ge=2)
+    size: Annotated[int, _unit("token ids")] = Field(ge=2)
     """Ids that the drafter can propose."""
     t2d: str | None = None
     """File of bool [V] (npy), or null: the most frequent tokens of the training data are kept."""
@@ -119,7 +127,7 @@ class WeightsPart(_Part):
     kind: Literal["exp", "dpace", "uniform"]
     """How a slot's weight is made: exp from its place k, dpace (D-PACE, arXiv 2605.18810) from the drafter's
     confidence in its block, uniform: all weigh 1."""
-    gamma: Annotated[float, _counted("slots")] | None = Field(default=None, gt=0)
+    gamma: Annotated[float, _unit("slots")] | None = Field(default=None, gt=0)
     """exp: w_k = exp(-(k - 1) / gamma)."""
     alpha: float | None = Field(default=None, ge=0, le=1)
     """dpace: the smoothing of the confidence."""
@@ -144,11 +152,11 @@ class LossPart(_Part):
 class BlockPart(_Part):
     """Blocks, their anchors and what they see."""
 
-    size: Slots = Field(ge=2)
+    size: SlotCount = Field(ge=2)
     """B, the clean anchor included."""
     mask_token_id: int = Field(ge=0)
     """The target's token id that stands in slots 1 to B - 1."""
-    anchors: Annotated[int, _counted("anchors")] = Field(default=512, ge=1)
+    anchors: Annotated[int, _unit("anchors")] = Field(default=512, ge=1)
     """Anchors of one document in one epoch at most."""
     share: Share = Field(default=1.0, gt=0, le=1)
     """Of a document's possible anchors, at most this share in one epoch."""
@@ -171,7 +179,7 @@ class AttentionPart(_Part):
 
     layers: tuple[Literal["full", "sliding"], ...] = Field(min_length=1)
     """One entry a draft layer, from the first."""
-    window: Tokens | None = Field(default=None, ge=1)
+    window: TokenCount | None = Field(default=None, ge=1)
     """How far sliding layers see; null exactly when all layers are full."""
     window_from: Literal["query", "anchor"] = "query"
     """query: each slot sees keys less than `window` before itself (z-lab 0.1.0, SpecForge, vLLM). anchor: all slots of
@@ -249,17 +257,17 @@ class DataPart(_Part):
     validation: str | None = None
     """File or folder of the same kind; null: held-out conversations of the corpus, else the last
     `validation_documents` of `path`."""
-    documents: Annotated[int, _counted("documents")] | None = Field(default=None, ge=1)
+    documents: Annotated[int, _unit("documents")] | None = Field(default=None, ge=1)
     """How many documents to take; null: all (the corpus needs a number)."""
-    validation_documents: Annotated[int, _counted("documents")] = Field(default=64, ge=0)
+    validation_documents: Annotated[int, _unit("documents")] = Field(default=64, ge=0)
     """How many are held out for validation."""
-    length: Tokens = Field(ge=8)
+    length: TokenCount = Field(ge=8)
     """Of a packed row; longer documents are cut."""
-    document_length: Tokens | None = Field(default=None, ge=8)
+    document_length: TokenCount | None = Field(default=None, ge=8)
     """Longest document; null: as long as a row."""
     thinking: Literal["keep", "drop"] = "keep"
     """Whether the thoughts of assistant turns are trained on."""
-    regenerate: Tokens = Field(default=0, ge=0)
+    regenerate: TokenCount = Field(default=0, ge=0)
     """At most so many a turn: every assistant turn is written anew by the target, greedily, before training (as in
     arXiv 2602.06036); 0 trains on the turns as they are. Cached, under OUT where `cache` is null."""
     server: str | None = None
@@ -277,7 +285,7 @@ class StatesPart(_Part):
     """online: the target computes them in this process; trace: a trace of `parity capture`; speculators: its files."""
     path: str | None = None
     """The trace, or the folder with hs_*.safetensors; null exactly when online."""
-    keep_mib: Annotated[int, _counted("MiB")] = Field(default=0, ge=0)
+    keep_mib: Annotated[int, _unit("MiB")] = Field(default=0, ge=0)
     """Online: states of documents kept in memory for later epochs, up to so much; 0: none."""
 
 
@@ -299,9 +307,9 @@ class OptimizerPart(_Part):
 class SchedulePart(_Part):
     """Linear warmup, then a cosine. Exactly one of steps and epochs."""
 
-    steps: Steps | None = Field(default=None, ge=1)
+    steps: StepCount | None = Field(default=None, ge=1)
     """Optimizer steps of the whole run; null: `epochs` says."""
-    epochs: Annotated[int, _counted("epochs")] | None = Field(default=None, ge=1)
+    epochs: Annotated[int, _unit("epochs")] | None = Field(default=None, ge=1)
     """Passes over the data; null: `steps` says."""
     warmup: Share = Field(default=0.04, ge=0, lt=1)
     """Of all steps, those in which the rate rises."""
@@ -312,9 +320,9 @@ class SchedulePart(_Part):
 class BatchPart(_Part):
     """One optimizer step, over all ranks."""
 
-    rows: Annotated[int, _counted("rows")] = Field(default=1, ge=1)
+    rows: Annotated[int, _unit("rows")] = Field(default=1, ge=1)
     """Packed rows of one step."""
-    accumulate: Annotated[int, _counted("passes")] = Field(default=1, ge=1)
+    accumulate: Annotated[int, _unit("passes")] = Field(default=1, ge=1)
     """Forward passes they are split into, on each rank."""
 
 
@@ -330,15 +338,15 @@ class PrecisionPart(_Part):
 class SavePart(_Part):
     """When to write what."""
 
-    every: Steps = Field(default=100, ge=1)
+    every: StepCount = Field(default=100, ge=1)
     """Between two checkpoints."""
-    keep: Annotated[int, _counted("checkpoints")] = Field(default=2, ge=1)
+    keep: Annotated[int, _unit("checkpoints")] = Field(default=2, ge=1)
     """Newest checkpoints kept; the best is kept beside them."""
-    validate_every: Steps = Field(default=100, ge=1)
+    validate_every: StepCount = Field(default=100, ge=1)
     """Between two validations."""
-    tau_prompts: Annotated[int, _counted("prompts")] = Field(default=0, ge=0)
+    tau_prompts: Annotated[int, _unit("prompts")] = Field(default=0, ge=0)
     """Validation documents on whose prompts tau is measured at every validation; 0: none."""
-    log_every: Steps = Field(default=1, ge=1)
+    log_every: StepCount = Field(default=1, ge=1)
     """Between two lines of the log."""
     tensorboard: bool = False
     """Whether to write OUT/tensorboard too; needs the extra `tensorboard`."""
@@ -347,9 +355,9 @@ class SavePart(_Part):
 class WatchPart(_Part):
     """The probes that ride along (`parity.watch`)."""
 
-    every: Steps = Field(default=50, ge=1)
+    every: StepCount = Field(default=50, ge=1)
     """Between two step reports; the first is due at step warmup + 1."""
-    warmup: Steps = Field(default=0, ge=0)
+    warmup: StepCount = Field(default=0, ge=0)
     """Before the first report."""
     probes: tuple[str, ...] = ("noise", "inputs", "labels", "loss")
     """Wiring probes that are asked at each report (`parity probes`); none leaves what the step itself shows."""
@@ -357,11 +365,11 @@ class WatchPart(_Part):
     """stop: the run saves and ends at the first report with a finding that fails."""
     baseline: str | None = None
     """A conformance.json of another run, with which the wiring is compared as it is with this run's first report."""
-    recapture: Tokens = Field(default=64, ge=0)
+    recapture: TokenCount = Field(default=64, ge=0)
     """Of one sample, whose states are captured again and compared with those the step was given; 0: none."""
 
 
-class Run(_Part):
+class RunConfig(_Part):
     """Everything but the wiring."""
 
     seed: int = Field(default=0, ge=0)
@@ -382,19 +390,19 @@ class Run(_Part):
     """What `parity train` asks on the way; null: nothing, at no cost. The trainer itself does not read it."""
 
 
-class Training(_Part):
+class TrainingFile(_Part):
     """A whole training file."""
 
     recipe: Recipe
-    run: Run
+    run: RunConfig
 
     @model_validator(mode="after")
-    def _consistent(self, info: ValidationInfo) -> "Training":
+    def _consistent(self, info: ValidationInfo) -> "TrainingFile":
         for clash in run_clashes(self):
             clash.refuse({"recipe": self.recipe, "run": self.run}, info.context)
         return self
 
-    def changed(self, changes: Mapping[str, Any]) -> "Training":
+    def with_values(self, changes: Mapping[str, Any]) -> "TrainingFile":
         """A copy with values at dotted places replaced, checked as a file is: {"run.optimizer.lr": 1e-3}."""
         data = self.model_dump(mode="json")
         for place, value in changes.items():
@@ -406,18 +414,20 @@ class Training(_Part):
         return from_data(data)
 
 
-def from_data(data: Any, lines: Lines | None = None) -> Training:
+def from_data(data: Any, lines: KeyLines | None = None) -> TrainingFile:
     """A training from plain data. Raises ParityError for an unknown key, a wrong value, a contradiction."""
-    lines = lines or Lines()
-    _known(data, Training, (), lines)
+    lines = lines or KeyLines()
+    _refuse_unknown_keys(data, TrainingFile, (), lines)
     if "preset" in data:
         from parity.model.recipe.presets import preset_data
 
-        data = merge(preset_data(str(data["preset"])), {k: v for k, v in data.items() if k != "preset"})
-    return _validated(Training, data, lines)
+        data = merge_values(
+            preset_data(str(data["preset"])), {k: v for k, v in data.items() if k != "preset"}
+        )
+    return _validate(TrainingFile, data, lines)
 
 
-def _validated(model: type[Validated], data: Any, lines: Lines) -> Validated:
+def _validate(model: type[Validated], data: Any, lines: KeyLines) -> Validated:
     """Data as a model. Raises ParityError for what is missing, wrong, or contradicts itself."""
     try:
         return model.model_validate(data, context=lines)
@@ -426,9 +436,9 @@ def _validated(model: type[Validated], data: Any, lines: Lines) -> Validated:
         key = tuple(str(part) for part in first["loc"] if part in _names(data, first["loc"]))
         if first["type"] == "missing":
             asked, found = f"{'.'.join(key)}", "not given"
-            do = f"add {key[-1]} under {'.'.join(key[:-1]) or 'the top'}; {KEYS}"
+            do = f"add {key[-1]} under {'.'.join(key[:-1]) or 'the top'}; {KEYS_HINT}"
             raise ParityError(asked, found, do) from error
-        do = f"correct the value; {KEYS}"
+        do = f"correct the value; {KEYS_HINT}"
         raise ParityError(lines.quote(key, first["input"]), first["msg"], do) from error
 
 
@@ -438,10 +448,10 @@ class _RecipeOnly(_Part):
     recipe: Recipe
 
 
-def load_declared(file: str | Path) -> "Training | Recipe":
+def load_declared(file: str | Path) -> "TrainingFile | Recipe":
     """A training file, or one with `recipe:` alone, which says enough of a trainer that is not ours.
 
-    Raises ParityError as `load` does.
+    Raises ParityError as `load_training_file` does.
     """
     path = Path(file)
     text = _text(path)
@@ -450,8 +460,8 @@ def load_declared(file: str | Path) -> "Training | Recipe":
         training = from_data(data, lines)
         check_target(training.recipe, lines)
         return training
-    _known(data, Training, (), lines)
-    recipe = _validated(_RecipeOnly, data, lines).recipe
+    _refuse_unknown_keys(data, TrainingFile, (), lines)
+    recipe = _validate(_RecipeOnly, data, lines).recipe
     check_target(recipe, lines)
     return recipe
 
@@ -468,7 +478,7 @@ def _names(data: Any, loc: tuple[Any, ...]) -> list[Any]:
     return found
 
 
-def _known(data: Any, model: type[BaseModel], at: Key, lines: Lines) -> None:
+def _refuse_unknown_keys(data: Any, model: type[BaseModel], at: KeyPath, lines: KeyLines) -> None:
     """Refuse keys that no field has, nearest key named; values are pydantic's business."""
     if not isinstance(data, Mapping):
         found = f"a {type(data).__name__}" if data is not None else "nothing"
@@ -478,17 +488,17 @@ def _known(data: Any, model: type[BaseModel], at: Key, lines: Lines) -> None:
         if name not in known:
             asked = lines.quote((*at, str(name)), value)
             found = f"no key {name!r} under {'.'.join(at) or 'the top'}"
-            raise ParityError(asked, found, f"{nearest(str(name), known)}; {KEYS}")
+            raise ParityError(asked, found, f"{nearest(str(name), known)}; {KEYS_HINT}")
         if name not in model.model_fields:
             continue
         inner = model.model_fields[name].annotation
         parts = [inner, *get_args(inner)]
         part = next((t for t in parts if isinstance(t, type) and issubclass(t, BaseModel)), None)
         if part is not None and not (value is None and len(parts) > 1):
-            _known(value, part, (*at, name), lines)
+            _refuse_unknown_keys(value, part, (*at, name), lines)
 
 
-def load(file: str | Path) -> Training:
+def load_training_file(file: str | Path) -> TrainingFile:
     """Read a training file, `preset:` included. Raises ParityError for anything that is not right."""
     path = Path(file)
     data, lines = _yaml(_text(path), str(path))
@@ -497,7 +507,7 @@ def load(file: str | Path) -> Training:
     return training
 
 
-def parse(text: str, file: str = "") -> Training:
+def parse_training_file(text: str, file: str = "") -> TrainingFile:
     """The same from text."""
     return from_data(*_yaml(text, file))
 
@@ -509,7 +519,7 @@ def _text(path: Path) -> str:
         raise ParityError(f"training file {path}", str(error), "give a YAML file") from error
 
 
-def _yaml(text: str, file: str) -> tuple[Any, Lines]:
+def _yaml(text: str, file: str) -> tuple[Any, KeyLines]:
     """The data of a training file, and where its keys stand."""
     asked = f"training file {file}".strip()
     try:
@@ -517,10 +527,10 @@ def _yaml(text: str, file: str) -> tuple[Any, Lines]:
     except yaml.YAMLError as error:
         found = " ".join(str(error).split())
         raise ParityError(asked, f"no YAML ({found})", "correct the YAML") from error
-    return data, Lines(file=file, text=dict(_lines(node, text.splitlines(), ())))
+    return data, KeyLines(file=file, text=dict(_lines(node, text.splitlines(), ())))
 
 
-def _lines(node: Any, text: list[str], at: Key) -> Iterator[tuple[Key, str]]:
+def _lines(node: Any, text: list[str], at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
     """Every key of a YAML node with its quoted line. Raises ParityError for a key given twice."""
     if not isinstance(node, yaml.MappingNode):
         return
@@ -538,19 +548,19 @@ def _lines(node: Any, text: list[str], at: Key) -> Iterator[tuple[Key, str]]:
         yield from _lines(value, text, (*at, key.value))
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge_values(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with the values of `over`; `terms`, and a mapping whose `kind` changes, are replaced whole."""
     result = dict(base)
     for name, value in over.items():
         old = result.get(name)
         if isinstance(old, Mapping) and isinstance(value, Mapping) and name != "terms":
             if value.get("kind", old.get("kind")) == old.get("kind"):
-                value = merge(old, value)
+                value = merge_values(old, value)
         result[name] = value
     return result
 
 
-def dump(training: Training) -> str:
-    """YAML that `parse` reads back to the same training."""
+def dump(training: TrainingFile) -> str:
+    """YAML that `parse_training_file` reads back to the same training."""
     text: str = yaml.safe_dump(training.model_dump(mode="json"), sort_keys=False, width=100)
     return text

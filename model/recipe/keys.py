@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parity.model.recipe.check import flow
-from parity.model.recipe.config import Training
+from parity.model.recipe.config import TrainingFile
 from parity.model.recipe.presets import PRESETS
 
 REQUIRED = "required"
@@ -24,7 +24,7 @@ TYPES = {
     "boolean": "true or false",
     "null": "null",
 }
-LIMITS = {
+LIMIT_WORDS = {
     "minimum": "at least {}",
     "exclusiveMinimum": "above {}",
     "maximum": "at most {}",
@@ -40,7 +40,7 @@ INTRODUCTION = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Key:
+class ConfigKey:
     """One key of a mapping."""
 
     name: str
@@ -54,7 +54,7 @@ class Key:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
+class ConfigSection:
     """One mapping of the file, and its keys that are no mappings themselves."""
 
     place: str
@@ -62,28 +62,28 @@ class Section:
     default: str
     """`required`, `null`, or empty where the mapping may be left out and its keys then have their defaults."""
     meaning: str
-    keys: tuple[Key, ...]
+    keys: tuple[ConfigKey, ...]
 
 
-def sections() -> tuple[Section, ...]:
+def sections() -> tuple[ConfigSection, ...]:
     """The whole file, mapping by mapping, in its order."""
-    schema = Training.model_json_schema()
-    preset = Key(
+    schema = TrainingFile.model_json_schema()
+    preset = ConfigKey(
         name="preset",
         type=_or(list(PRESETS)),
         default="no preset",
         unit="",
         meaning="Values to begin with; nothing else is then required.",
     )
-    top = Section(place="", default=REQUIRED, meaning="", keys=(preset,))
+    top = ConfigSection(place="", default=REQUIRED, meaning="", keys=(preset,))
     return top, *(each for each in _walk(schema, schema["$defs"], "", REQUIRED) if each.place)
 
 
 def _walk(
     model: Mapping[str, Any], parts: Mapping[str, Any], at: str, default: str, more: str = ""
-) -> Iterator[Section]:
+) -> Iterator[ConfigSection]:
     """The section of a model of the schema, then those of the models in it."""
-    keys, inner = list[Key](), list[Section]()
+    keys, inner = list[ConfigKey](), list[ConfigSection]()
     for name, field in model["properties"].items():
         needed = name in model.get("required", ())
         said = _one_line(field.get("description", ""))
@@ -94,7 +94,7 @@ def _walk(
             inner += _walk(parts[reference], parts, f"{at}.{name}".lstrip("."), left_out, said)
             continue
         keys.append(
-            Key(
+            ConfigKey(
                 name=name,
                 type=" or ".join(_type(each) for each in options),
                 default=REQUIRED if needed else flow(field.get("default")),
@@ -103,7 +103,7 @@ def _walk(
             )
         )
     meaning = " ".join(filter(None, (_one_line(model.get("description", "")), more)))
-    yield Section(place=at, default=default, meaning=meaning, keys=tuple(keys))
+    yield ConfigSection(place=at, default=default, meaning=meaning, keys=tuple(keys))
     yield from inner
 
 
@@ -119,7 +119,7 @@ def _type(field: Mapping[str, Any]) -> str:
         return f"list of {_type(field['items'])}" + (", not empty" if field.get("minItems") else "")
     if field["type"] == "object":
         return f"mapping of names to {_type(field['additionalProperties'])}"
-    limits = [words.format(f"{field[name]:g}") for name, words in LIMITS.items() if name in field]
+    limits = [words.format(f"{field[name]:g}") for name, words in LIMIT_WORDS.items() if name in field]
     return ", ".join([TYPES[field["type"]], *limits])
 
 
@@ -144,7 +144,7 @@ def as_text(width: int = 80) -> str:
             lines += textwrap.wrap(head, width, subsequent_indent="  ", break_on_hyphens=False)
         for key in section.keys:
             unit = f" ({key.unit})" if key.unit else ""
-            head = f"{key.name}: {key.type}{unit}; {_shown(key.default)}"
+            head = f"{key.name}: {key.type}{unit}; {_format_default(key.default)}"
             lines += textwrap.wrap(
                 head, width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False
             )
@@ -158,12 +158,12 @@ def as_text(width: int = 80) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shown(default: str) -> str:
+def _format_default(default: str) -> str:
     return default if default == REQUIRED else f"default {default}"
 
 
-def _shown_default(section: Section) -> str:
-    return f" ({_shown(section.default)})" if section.default else ""
+def _shown_default(section: ConfigSection) -> str:
+    return f" ({_format_default(section.default)})" if section.default else ""
 
 
 def as_markdown() -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parity.errors import ParityError
-from parity.model.recipe.config import Training, from_data
+from parity.model.recipe.config import TrainingFile, from_data
 
 NOT_STATED = "not stated by the source; ours"
 PAPER = "arXiv 2602.06036"
@@ -23,7 +23,7 @@ OURS = "ours"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class PresetValue:
     """One value of a preset."""
 
     place: str
@@ -32,11 +32,11 @@ class Row:
     source: str
 
 
-def _rows(*rows: tuple[str, Any, str]) -> tuple[Row, ...]:
-    return tuple(Row(place=place, value=value, source=source) for place, value, source in rows)
+def _rows(*rows: tuple[str, Any, str]) -> tuple[PresetValue, ...]:
+    return tuple(PresetValue(place=place, value=value, source=source) for place, value, source in rows)
 
 
-PRESETS: dict[str, tuple[Row, ...]] = {
+PRESETS: dict[str, tuple[PresetValue, ...]] = {
     "dflash-paper": _rows(
         ("recipe.target.model", "Qwen/Qwen3-8B", f"{PAPER}, one of its targets"),
         ("recipe.target.dtype", "bfloat16", NOT_STATED),
@@ -252,6 +252,6 @@ def preset_data(name: str) -> dict[str, Any]:
     return data
 
 
-def preset(name: str) -> Training:
+def preset(name: str) -> TrainingFile:
     """A whole training file by name. Raises ParityError for an unknown name."""
     return from_data(preset_data(name))

@@ -69,12 +69,12 @@ class Backend:
         return f"{self.delta}+{self.conv}"
 
     @property
-    def requested(self) -> dict[str, str]:
+    def choices_by_operator(self) -> dict[str, str]:
         """The choices by operator, as a manifest holds them."""
         return {"delta": self.delta, "conv": self.conv}
 
 
-def parse(text: str) -> Backend:
+def parse_backend(text: str) -> Backend:
     """`torch`, `fla`, `fla-interpreted`, `fast`, `golden`, or `DELTA+CONV`. Raises ParityError otherwise."""
     delta, _, conv = text.partition("+")
     if not conv and text in SHORTHANDS:
@@ -182,7 +182,7 @@ def implementation_of(function: Any) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class OperatorCall:
     """One operator call as it ran, with what went in and came out (tensors by argument name)."""
 
     layer: int
@@ -221,7 +221,7 @@ class CallRecorder:
     ) -> None:
         self.modules, self.golden, self.keep, self.on_output = modules, golden, keep, on_output
         self.counts: Counter[tuple[int, Operator, str, str]] = Counter()
-        self.calls: list[Call] = []
+        self.calls: list[OperatorCall] = []
         self.entered: Counter[int] = Counter()
         self._layer: list[int] = []
         self._reached: list[Any] = []
@@ -290,11 +290,11 @@ class CallRecorder:
                 cell.cell_contents = original
 
     def _marking(self, function: Any) -> Callable[..., Any]:
-        def reached(*args: Any, **kwargs: Any) -> Any:
+        def count_and_call(*args: Any, **kwargs: Any) -> Any:
             self._reached.append(function)
             return function(*args, **kwargs)
 
-        return reached
+        return count_and_call
 
     def run(
         self, name: str, operator: Operator, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -315,7 +315,7 @@ class CallRecorder:
         output = result[0] if isinstance(result, tuple) else result
         if self.keep:
             self.calls.append(
-                Call(
+                OperatorCall(
                     layer=layer,
                     operator=operator,
                     function=name,
@@ -384,10 +384,12 @@ def prove(
     implementation of both operators, and nothing else."""
     wrong = list(problems)
     for layer in linear_layers:
-        for operator, wanted in backend.requested.items():
+        for operator, wanted in backend.choices_by_operator.items():
             ran = {call.implementation for call in calls if (call.layer, call.operator) == (layer, operator)}
             if not ran:
                 wrong.append(f"layer {layer} {operator}: no call was seen, asked for {wanted}")
             elif ran != {wanted}:
                 wrong.append(f"layer {layer} {operator}: {', '.join(sorted(ran))} ran, asked for {wanted}")
-    return BackendProof(requested=backend.requested, calls=calls, valid=not wrong, problems=tuple(wrong))
+    return BackendProof(
+        requested=backend.choices_by_operator, calls=calls, valid=not wrong, problems=tuple(wrong)
+    )

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from parity.environment import PACKAGES, environment
 from parity.errors import ParityError
-from parity.model.target.backends import Backend, Call
-from parity.model.target.load import Forward, Target, describe_taps, forward
+from parity.model.target.backends import Backend, OperatorCall
+from parity.model.target.load import ForwardResult, Target, describe_taps, forward
 from parity.model.target.operator_replay import save_calls
 from parity.model.target.sketching import DIMS, SEED
 from parity.model.target.sketching import sketch as sketch_of
 from parity.tracing.trace import (
-    SCHEMA,
     SKETCH_SCHEMA,
+    TRACE_SCHEMA,
     BackendProof,
     Manifest,
     RequestEntry,
@@ -59,10 +59,10 @@ def capture(
     """
     other = Trace.open(local_from) if local_from else None
     entries = [RequestEntry.model_validate(request) for request in requests]
-    calls: list[Call] = []
+    calls: list[OperatorCall] = []
     infos: tuple[Any, ...] = ()
     fingerprint = _whole_fingerprint(fingerprint, target, other)
-    with TraceWriter(out, fingerprint) as writer, _Behind() as behind:
+    with TraceWriter(out, fingerprint) as writer, _BackgroundWriter() as behind:
         for position, entry in enumerate(entries):
             if position % world != rank:
                 continue
@@ -103,7 +103,9 @@ def capture(
     }
 
 
-def _add(writer: TraceWriter, entry: RequestEntry, result: Forward, position: int, sketched: bool) -> None:
+def _add(
+    writer: TraceWriter, entry: RequestEntry, result: ForwardResult, position: int, sketched: bool
+) -> None:
     """Write one request's taps, or their sketches."""
     tensors, further = dict(result.taps), dict[str, Tensor]()
     if sketched:
@@ -124,14 +126,14 @@ def _whole_fingerprint(asked: str, target: Target, other: Trace | None) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-class _Behind:
+class _BackgroundWriter:
     """Writes one request while the next is computed; at most one write waits, so memory stays bounded."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
 
-    def __enter__(self) -> "_Behind":
+    def __enter__(self) -> "_BackgroundWriter":
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -149,7 +151,9 @@ class _Behind:
         self._pending = None
 
 
-def _sample(target: Target, entry: RequestEntry, backend: Backend, taps: Sequence[str] | None) -> Forward:
+def _sample(
+    target: Target, entry: RequestEntry, backend: Backend, taps: Sequence[str] | None
+) -> ForwardResult:
     """One short forward, to learn what the taps hold where every request was written before."""
     return forward(target, entry.token_ids[:1], backend=backend, taps=taps)
 
@@ -188,9 +192,9 @@ def _manifest(
     fingerprint: str,
     sketch: bool,
 ) -> Manifest:
-    nothing = BackendProof(requested=backend.requested, calls=(), valid=True)
+    nothing = BackendProof(requested=backend.choices_by_operator, calls=(), valid=True)
     return Manifest(
-        schema=SKETCH_SCHEMA if sketch else SCHEMA,
+        schema=SKETCH_SCHEMA if sketch else TRACE_SCHEMA,
         sketch=SketchInfo(dims=DIMS, seed=SEED) if sketch else None,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         target=target.identity,

@@ -16,14 +16,14 @@ import torch
 
 from parity.errors import ParityError
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 Thinking = Literal["keep", "drop"]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHTS = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
 
 
 def tokenise(
-    tokenizer: Any, messages: Sequence[Message], thinking: Thinking = "keep", method: str = "auto"
+    tokenizer: Any, messages: Sequence[ChatMessage], thinking: Thinking = "keep", method: str = "auto"
 ) -> tuple[list[int], list[bool]]:
     """Token ids and mask of one conversation. method: auto, generation or prefix.
 
@@ -38,7 +38,7 @@ def tokenise(
     return _by_generation(tokenizer, messages) if method == "generation" else _by_prefix(tokenizer, messages)
 
 
-def _plain(message: Message, thinking: Thinking) -> Message:
+def _plain(message: ChatMessage, thinking: Thinking) -> ChatMessage:
     """The message, without thoughts where they are dropped."""
     if thinking == "keep" or message.get("role") != "assistant":
         return dict(message)
@@ -46,7 +46,7 @@ def _plain(message: Message, thinking: Thinking) -> Message:
     return kept | {"content": THOUGHTS.sub("", str(kept.get("content") or ""))}
 
 
-def _render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
+def _render(tokenizer: Any, messages: Sequence[ChatMessage], **options: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(list(messages), **options)
     except Exception as error:  # templates raise what they like: jinja's errors, KeyError, TypeError
@@ -54,12 +54,12 @@ def _render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
         raise ParityError("a conversation as tokens", found, "correct roles and contents") from error
 
 
-def _by_generation(tokenizer: Any, messages: list[Message]) -> tuple[list[int], list[bool]]:
+def _by_generation(tokenizer: Any, messages: list[ChatMessage]) -> tuple[list[int], list[bool]]:
     made = _render(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
     return list(made["input_ids"]), [bool(flag) for flag in made["assistant_masks"]]
 
 
-def _by_prefix(tokenizer: Any, messages: list[Message]) -> tuple[list[int], list[bool]]:
+def _by_prefix(tokenizer: Any, messages: list[ChatMessage]) -> tuple[list[int], list[bool]]:
     whole = _render(tokenizer, messages, tokenize=False)
     made = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(made["input_ids"]), made["offset_mapping"]
@@ -78,7 +78,7 @@ def _by_prefix(tokenizer: Any, messages: list[Message]) -> tuple[list[int], list
     return ids, mask
 
 
-def _start(tokenizer: Any, history: list[Message], whole: str) -> int:
+def _start(tokenizer: Any, history: list[ChatMessage], whole: str) -> int:
     """Characters of `whole` before what the assistant wrote itself after `history`.
 
     Thinking on and off give different prompts; the one that reaches farthest is what a server would send.
@@ -103,16 +103,16 @@ def _common(a: str, b: str) -> int:
 
 
 @torch.inference_mode()
-def regenerate(
+def regenerate_locally(
     model: Any,
     tokenizer: Any,
-    conversations: Sequence[Sequence[Message]],
+    conversations: Sequence[Sequence[ChatMessage]],
     *,
     max_new_tokens: int = 512,
     batch: int = 8,
     thinking: bool | None = None,
     progress: Callable[[int], None] = lambda done: None,
-) -> list[list[Message]]:
+) -> list[list[ChatMessage]]:
     """Every assistant turn written anew by the target, greedily, after the history written anew before it.
 
     model is the target's language model. Conversations go through in batches of `batch`, padded on the left;
@@ -120,7 +120,7 @@ def regenerate(
     thinks where the old answer did. Returns new conversations; a thinking answer keeps its thoughts in its
     content, as the template reads them.
     """
-    made = [list[Message]() for _ in conversations]
+    made = [list[ChatMessage]() for _ in conversations]
     for start in range(0, len(conversations), batch):
         group = range(start, min(start + batch, len(conversations)))
         for turn in range(max(len(conversations[n]) for n in group)):
@@ -133,7 +133,7 @@ def regenerate(
                 own = [
                     n
                     for n in asked
-                    if (thinks(conversations[n][turn]) if thinking is None else thinking) == think
+                    if (has_thoughts(conversations[n][turn]) if thinking is None else thinking) == think
                 ]
                 histories = [made[n] for n in own]
                 answers = _answers(model, tokenizer, histories, max_new_tokens, think) if own else []
@@ -143,14 +143,14 @@ def regenerate(
     return made
 
 
-def thinks(message: Message) -> bool:
+def has_thoughts(message: ChatMessage) -> bool:
     """Whether an assistant's turn holds thoughts."""
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     return bool(thoughts) or bool(THOUGHTS.match(str(message.get("content") or "")))
 
 
 def _answers(
-    model: Any, tokenizer: Any, histories: list[list[Message]], max_new_tokens: int, thinking: bool
+    model: Any, tokenizer: Any, histories: list[list[ChatMessage]], max_new_tokens: int, thinking: bool
 ) -> list[str]:
     """Greedy continuations of several chats as text, without the end-of-turn token."""
     options = {"add_generation_prompt": True, "enable_thinking": thinking, "padding": True}

@@ -1,9 +1,9 @@
 """`golden`: the model's own forward in true fp64, and the two linear-attention operators as plain recurrences.
 
 `model.double()` is not enough: norms, rotary embedding, softmax and the delta rule's fallback cast to
-float32 inside. `promoted()` is a TorchFunctionMode under which `.float()`, `.to(float32)` and every
+float32 inside. `promote_to_float64()` is a TorchFunctionMode under which `.float()`, `.to(float32)` and every
 float16, bfloat16 or float32 dtype argument become float64. That nothing slipped through is proven, not
-hoped for: `Promotion.lower` counts the floating tensors of lower precision that were made.
+hoped for: `Float64Promotion.lower` counts the floating tensors of lower precision that were made.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ _CASTS = {torch.Tensor.float: 0, torch.Tensor.half: 0, torch.Tensor.bfloat16: 0}
 
 
 @dataclass
-class Promotion:
+class Float64Promotion:
     """What happened during one promoted forward."""
 
     promoted: int = 0
@@ -35,7 +35,7 @@ class Promotion:
 class _Promote(TorchFunctionMode):
     """Turns requests for a lower floating dtype into float64."""
 
-    def __init__(self, record: Promotion) -> None:
+    def __init__(self, record: Float64Promotion) -> None:
         super().__init__()
         self.record = record
 
@@ -61,10 +61,10 @@ class _Promote(TorchFunctionMode):
         return value
 
 
-class _Watch(TorchDispatchMode):
+class _LowerDtypeCounter(TorchDispatchMode):
     """Counts floating tensors below float64 that any operator makes while the promotion is on."""
 
-    def __init__(self, record: Promotion) -> None:
+    def __init__(self, record: Float64Promotion) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
 
@@ -83,9 +83,9 @@ class _Watch(TorchDispatchMode):
 
 
 @contextmanager
-def promoted(record: Promotion) -> Iterator[Promotion]:
+def promote_to_float64(record: Float64Promotion) -> Iterator[Float64Promotion]:
     """Run a model of float64 weights in true fp64; yields the record to check afterwards."""
-    with _Promote(record), _Watch(record):
+    with _Promote(record), _LowerDtypeCounter(record):
         yield record
 
 

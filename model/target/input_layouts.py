@@ -1,7 +1,7 @@
 """The same tokens fed in other ways: padded, batched, packed, in pieces with a cache, with other positions.
 
 What a serving engine or a training step does to a request beside computing it. The function must not
-change; `run` returns the taps of every row, padding removed, so that two feedings can be compared.
+change; `run_layout` returns the taps of every row, padding removed, so that two feedings can be compared.
 
     alone = run(target, Feed(rows=(ids,)), backend=parse("torch"))
     padded = run(target, Feed(rows=(ids,), left=(5,)), backend=parse("torch"))     # .rows[0]["layer.0.out"]
@@ -24,7 +24,7 @@ from parity.tracing.trace import BackendProof
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Feed:
+class InputLayout:
     """How one batch reaches the model. Token ids are those of the real tokens; what is padded is added here."""
 
     rows: tuple[tuple[int, ...], ...]
@@ -79,7 +79,7 @@ class Feed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fed:
+class LayoutOutput:
     """What one feeding gave."""
 
     rows: tuple[dict[str, Tensor], ...]
@@ -87,7 +87,9 @@ class Fed:
     proof: BackendProof
 
 
-def run(target: Target, feed: Feed, *, backend: Backend, taps: Sequence[str] | None = None) -> Fed:
+def run_layout(
+    target: Target, feed: InputLayout, *, backend: Backend, taps: Sequence[str] | None = None
+) -> LayoutOutput:
     """Run one feeding and record its taps, with proof of who computed it.
 
     Raises what the model raises where it refuses such a batch: a refusal is no silent fault.
@@ -99,10 +101,10 @@ def run(target: Target, feed: Feed, *, backend: Backend, taps: Sequence[str] | N
         calls = stack.enter_context(CallRecorder(target.linear, on_output=recorder.operator))
         stack.enter_context(recorder)
         _forwards(target, feed, recorder)
-    return Fed(rows=recorder.by_row(feed), proof=prove(backend, calls.proofs(), target.linear))
+    return LayoutOutput(rows=recorder.by_row(feed), proof=prove(backend, calls.proofs(), target.linear))
 
 
-def _forwards(target: Target, feed: Feed, recorder: "_EveryRow") -> None:
+def _forwards(target: Target, feed: InputLayout, recorder: "_EveryRow") -> None:
     """The forwards of one feeding, each told to the recorder with its number of columns."""
     ids, mask = feed.batch(next(target.embed.parameters()).device)
     columns = ids.shape[1]
@@ -129,13 +131,13 @@ def _forwards(target: Target, feed: Feed, recorder: "_EveryRow") -> None:
         recorder.logits(target.model(**part, **given))
 
 
-def _resets(feed: Feed, columns: int) -> tuple[int, ...]:
+def _resets(feed: InputLayout, columns: int) -> tuple[int, ...]:
     """Positions that begin anew with each segment."""
     starts = [0, *feed.segments, columns]
     return tuple(position for begin, end in pairwise(starts) for position in range(end - begin))
 
 
-def _boundaries(feed: Feed, columns: int, device: torch.device) -> dict[str, Any]:
+def _boundaries(feed: InputLayout, columns: int, device: torch.device) -> dict[str, Any]:
     """What transformers' packed call takes beside the positions (facts/backends.md section 3)."""
     starts = [0, *feed.segments, columns]
     lengths = [end - begin for begin, end in pairwise(starts)]
@@ -159,14 +161,14 @@ def new_cache(target: Target) -> tuple[str, Any]:
 
 
 def _draft_and_crop(
-    target: Target, feed: Feed, start: int, given: dict[str, Any], recorder: "_EveryRow"
+    target: Target, feed: InputLayout, start: int, given: dict[str, Any], recorder: "_EveryRow"
 ) -> None:
     """Compute the drafted tokens with the cache, then take them out of it again, nothing recorded."""
     cache = next(value for value in given.values() if hasattr(value, "crop"))
     if hasattr(cache, "activate_past_recording"):
         cache.activate_past_recording()
     device = next(target.embed.parameters()).device
-    with recorder.paused():
+    with recorder.pause():
         target.model(input_ids=torch.tensor([feed.drafted] * len(feed.rows), device=device), **given)
     cache.crop(-len(feed.drafted))
 
@@ -179,7 +181,7 @@ class _EveryRow(_TapRecorder):
         self._paused = False
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Leave out what is computed meanwhile."""
         self._paused = True
         try:
@@ -191,7 +193,7 @@ class _EveryRow(_TapRecorder):
         if name in self.parts and not self._paused:
             self.parts[name].append(value.detach().to("cpu", copy=True))
 
-    def by_row(self, feed: Feed) -> tuple[dict[str, Tensor], ...]:
+    def by_row(self, feed: InputLayout) -> tuple[dict[str, Tensor], ...]:
         """The taps of each row, padding removed."""
         joined = {
             name: torch.cat(

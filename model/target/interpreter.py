@@ -173,7 +173,7 @@ def _exact_bfloat16() -> None:
             return handle(result.data, tl.bfloat16)
         return handle(round_to_bfloat16(result.data), tl.bfloat16)
 
-    def widened(original: Callable[..., Any], operands: int) -> Callable[..., Any]:
+    def widen_operands(original: Callable[..., Any], operands: int) -> Callable[..., Any]:
         def method(self: Any, *args: Any) -> Any:
             tensors, rest = args[:operands], args[operands:]
             if not any(is_bfloat16(tensor) for tensor in tensors):
@@ -199,12 +199,12 @@ def _exact_bfloat16() -> None:
 
         return method
 
-    builder.binary_op = widened(builder.binary_op, 2)
-    builder.unary_op = widened(builder.unary_op, 1)
-    builder.create_fma = widened(builder.create_fma, 3)
-    builder.create_rsqrt = widened(builder.create_rsqrt, 1)
-    builder.create_erf = widened(builder.create_erf, 1)
-    builder.create_clampf = widened(builder.create_clampf, 3)
+    builder.binary_op = widen_operands(builder.binary_op, 2)
+    builder.unary_op = widen_operands(builder.unary_op, 1)
+    builder.create_fma = widen_operands(builder.create_fma, 3)
+    builder.create_rsqrt = widen_operands(builder.create_rsqrt, 1)
+    builder.create_erf = widen_operands(builder.create_erf, 1)
+    builder.create_clampf = widen_operands(builder.create_clampf, 3)
     builder.cast_impl = cast(builder.cast_impl)
     builder.create_fp_to_fp = cast(builder.create_fp_to_fp)
     builder.create_dot = dot(builder.create_dot)

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from parity.errors import ParityError
-from parity.model.target.backends import Backend, Call, CallRecorder, prove
-from parity.model.target.golden import Promotion, promoted
+from parity.model.target.backends import Backend, CallRecorder, OperatorCall, prove
+from parity.model.target.golden import Float64Promotion, promote_to_float64
 from parity.model.tiny.embedded import resolve
-from parity.tracing.trace import BackendProof, Norm, TapInfo, TargetIdentity
+from parity.tracing.trace import BackendProof, NormState, TapInfo, TargetIdentity
 
-LOADERS = ("AutoModelForCausalLM", "AutoModel", "AutoModelForImageTextToText")
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+LOADER_NAMES = ("AutoModelForCausalLM", "AutoModel", "AutoModelForImageTextToText")
+TORCH_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # How many values of each parameter are compared with the checkpoint's after loading: enough that a
 # random parameter cannot agree by chance, few enough to cost nothing on a large model.
-SAMPLE = 256
+WEIGHT_SAMPLE = 256
 STATES = "states"
 """Stands for the residual stream: what enters layer 0, every layer's output, before and after the final norm."""
 OPERATOR_TAPS = (".conv.out", ".gdn.out")
@@ -47,19 +47,23 @@ class TargetSpec:
     """Name on the hub, or path of a folder (or of a .gguf file) on this machine; `embedded:NAME` becomes its path."""
     revision: str | None = None
     dtype: str = "auto"
-    """One of `DTYPES`; `auto` is the dtype the checkpoint is stored in."""
+    """One of `TORCH_DTYPES`; `auto` is the dtype the checkpoint is stored in."""
     loader: str = "AutoModelForCausalLM"
-    """One of `LOADERS`."""
+    """One of `LOADER_NAMES`."""
     device_map: str | None = None
     round_float32: bool = False
     """Round what a lower-precision checkpoint stores in float32 (A_log, dt_bias) to the precision of the rest, as
     a plain `from_pretrained(dtype=bfloat16)` does. False keeps it, as the engines that serve the model do."""
 
     def __post_init__(self) -> None:
-        if self.loader not in LOADERS:
-            raise ParityError(f"loader {self.loader!r}", "no such loader", f"use one of {', '.join(LOADERS)}")
-        if self.dtype not in DTYPES:
-            raise ParityError(f"dtype {self.dtype!r}", "no such dtype", f"use one of {', '.join(DTYPES)}")
+        if self.loader not in LOADER_NAMES:
+            raise ParityError(
+                f"loader {self.loader!r}", "no such loader", f"use one of {', '.join(LOADER_NAMES)}"
+            )
+        if self.dtype not in TORCH_DTYPES:
+            raise ParityError(
+                f"dtype {self.dtype!r}", "no such dtype", f"use one of {', '.join(TORCH_DTYPES)}"
+            )
         object.__setattr__(self, "model", resolve(self.model))
 
 
@@ -115,7 +119,7 @@ class Target:
         return self._identity
 
 
-def load(spec: TargetSpec) -> Target:
+def load_target(spec: TargetSpec) -> Target:
     """Load and check a target. Raises ParityError where it cannot be found, is not filled, or has no
     decoder layers that can be told apart."""
     model, info = _from_pretrained(spec)
@@ -270,7 +274,7 @@ def _sample_equal(parameter: Tensor, part: Any) -> bool:
         return False
     if not shape:
         return True
-    rows = max(1, min(shape[0], SAMPLE * shape[0] // max(1, _numel(shape))))
+    rows = max(1, min(shape[0], WEIGHT_SAMPLE * shape[0] // max(1, _numel(shape))))
     mine, theirs = parameter.detach()[:rows].cpu(), part[:rows]
     return torch.equal(mine, theirs.to(mine.dtype))
 
@@ -352,10 +356,10 @@ def _checksum(parameter: Tensor) -> str:
     return digest.hexdigest()[:32]
 
 
-def tap_infos(target: Target) -> dict[str, tuple[str, int | None, Norm, int | None]]:
+def tap_infos(target: Target) -> dict[str, tuple[str, int | None, NormState, int | None]]:
     """(meaning, layer, norm, index in hidden_states) of every tap this target has, in the order computed."""
     last = len(target.layers)
-    taps: dict[str, tuple[str, int | None, Norm, int | None]] = {
+    taps: dict[str, tuple[str, int | None, NormState, int | None]] = {
         "embed.out": ("what enters decoder layer 0", None, "none", 0)
     }
     for index in range(last):
@@ -418,13 +422,13 @@ def select_taps(target: Target, wanted: Sequence[str] | None) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Forward:
+class ForwardResult:
     """What one request's forward gave."""
 
     taps: dict[str, Tensor]
     """[tokens, width] for each tap, of the first row, on CPU, in the dtype computed."""
     proof: BackendProof
-    calls: list[Call]
+    calls: list[OperatorCall]
     notes: tuple[str, ...] = ()
 
 
@@ -439,7 +443,7 @@ def forward(
     rows: int = 1,
     keep_calls: bool = False,
     problems: Iterable[str] = (),
-) -> Forward:
+) -> ForwardResult:
     """Run the target on one request and record its taps, with proof of who computed it.
 
     mode: `prefill` (one pass), `decode` (token by token with a cache), `blocks:N` (N tokens at a time with
@@ -458,25 +462,25 @@ def forward(
         [[*token_ids[shift:], *token_ids[:shift]] for shift in range(rows)], device=_device(target)
     )
     recorder = _TapRecorder(target, names)
-    golden, promotion = backend.delta == "golden", Promotion()
+    golden, promotion = backend.delta == "golden", Float64Promotion()
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
         if golden:
             stack.enter_context(_layerwise_double(target, promotion))
         if local is not None:
-            stack.enter_context(_fed(target, local))
+            stack.enter_context(_feed_inputs(target, local))
         calls = stack.enter_context(
             CallRecorder(target.linear, golden=golden, keep=keep_calls, on_output=recorder.operator)
         )
         stack.enter_context(recorder)
         if golden:
-            stack.enter_context(promoted(promotion))
+            stack.enter_context(promote_to_float64(promotion))
         _run(target, ids, mode, recorder)
     proof = prove(backend, calls.proofs(), target.linear, [*problems, *_not_golden(promotion)])
-    return Forward(taps=recorder.result(), proof=proof, calls=calls.calls)
+    return ForwardResult(taps=recorder.result(), proof=proof, calls=calls.calls)
 
 
-def _not_golden(promotion: Promotion) -> list[str]:
+def _not_golden(promotion: Float64Promotion) -> list[str]:
     if not promotion.lower:
         return []
     return [
@@ -488,7 +492,7 @@ def _device(target: Target) -> torch.device:
     return next(target.embed.parameters()).device
 
 
-def steps(mode: str, tokens: int) -> list[int]:
+def forward_steps(mode: str, tokens: int) -> list[int]:
     """How many tokens each forward of a mode takes. Raises ParityError for an unknown mode."""
     if mode == "prefill":
         return [tokens]
@@ -501,7 +505,7 @@ def steps(mode: str, tokens: int) -> list[int]:
 
 
 def _run(target: Target, ids: Tensor, mode: str, recorder: "_TapRecorder") -> None:
-    recorder.sizes = steps(mode, ids.shape[1])
+    recorder.sizes = forward_steps(mode, ids.shape[1])
     if mode == "prefill":
         recorder.logits(target.model(input_ids=ids, use_cache=False))
         return
@@ -585,7 +589,7 @@ class _TapRecorder:
         return joined
 
 
-def _fed(target: Target, local: Mapping[str, Tensor]) -> ExitStack:
+def _feed_inputs(target: Target, local: Mapping[str, Tensor]) -> ExitStack:
     """Hooks that give each decoder layer another trace's input: that of the layer before it, or the embedding."""
     stack = ExitStack()
     for index, layer in enumerate(target.layers):
@@ -604,7 +608,7 @@ def _fed(target: Target, local: Mapping[str, Tensor]) -> ExitStack:
     return stack
 
 
-def _layerwise_double(target: Target, promotion: Promotion) -> ExitStack:
+def _layerwise_double(target: Target, promotion: Float64Promotion) -> ExitStack:
     """Hooks that hold the weights of one part at a time in float64: a golden pass of a large model needs
     the memory of one decoder layer more, not eight bytes for each weight."""
     stack = ExitStack()

@@ -13,11 +13,11 @@ from typing import Any
 
 from parity.errors import ParityError
 
-Message = dict[str, Any]
+ApiMessage = dict[str, Any]
 
 TOGETHER = 32
 """Requests under way at once: enough for a server to fill its batches."""
-TOKEN_IDS = {"return_token_ids": True}
+TOKEN_ID_FIELDS = {"return_token_ids": True}
 """What vLLM and SGLang take, and others refuse."""
 
 
@@ -26,7 +26,7 @@ def address(url: str, path: str) -> str:
     return url.rstrip("/").removesuffix("/v1") + path
 
 
-def ask(
+def post_request(
     url: str, body: dict[str, Any], timeout: float = 600.0, *, ids: bool = True
 ) -> tuple[dict[str, Any], list[str]]:
     """POST; the answer, and notes. ids: ask for token ids first, and without where that is refused.
@@ -34,7 +34,7 @@ def ask(
     Raises ParityError where the server cannot be reached, refuses, or answers something else than JSON.
     """
     refused: list[str] = []
-    for extra in (TOKEN_IDS, {}) if ids else ({},):
+    for extra in (TOKEN_ID_FIELDS, {}) if ids else ({},):
         data = json.dumps(body | extra).encode()
         try:
             request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
@@ -57,29 +57,31 @@ def ask(
     raise AssertionError("the loop returns or raises")
 
 
-def regenerate(
+def regenerate_by_server(
     url: str,
     model: str,
-    conversations: Sequence[Sequence[Message]],
+    conversations: Sequence[Sequence[ApiMessage]],
     *,
     max_new_tokens: int = 512,
     progress: Callable[[int], None] = lambda done: None,
     timeout: float = 600.0,
-) -> list[list[Message]]:
+) -> list[list[ApiMessage]]:
     """Every assistant turn written anew by the server, at temperature 0, after the history written anew before it.
 
-    As `parity.model.target.chat.regenerate` does in this process: a turn thinks where the old one did.
+    As `parity.model.target.chat.regenerate_locally` does in this process: a turn thinks where the old one did.
     progress: called with
-    how many conversations are done. Raises ParityError as `ask` does; no conversation is returned then.
+    how many conversations are done. Raises ParityError as `post_request` does; no conversation is returned then.
     """
-    from parity.model.target.chat import thinks  # here, since whoever only asks need not wait for torch
+    from parity.model.target.chat import has_thoughts  # here, since whoever only asks need not wait for torch
 
-    def rewrite(old: Sequence[Message]) -> list[Message]:
-        made: list[Message] = []
+    def rewrite(old: Sequence[ApiMessage]) -> list[ApiMessage]:
+        made: list[ApiMessage] = []
         for turn in old:
             answered = turn["role"] == "assistant"
             made.append(
-                _answer(url, model, made, max_new_tokens, thinks(turn), timeout) if answered else dict(turn)
+                _answer(url, model, made, max_new_tokens, has_thoughts(turn), timeout)
+                if answered
+                else dict(turn)
             )
         return made
 
@@ -94,8 +96,8 @@ def regenerate(
 
 
 def _answer(
-    url: str, model: str, history: list[Message], max_new_tokens: int, thinking: bool, timeout: float
-) -> Message:
+    url: str, model: str, history: list[ApiMessage], max_new_tokens: int, thinking: bool, timeout: float
+) -> ApiMessage:
     body = {
         "model": model,
         "messages": history,
@@ -104,7 +106,7 @@ def _answer(
         "stream": False,
         "chat_template_kwargs": {"enable_thinking": thinking},
     }
-    answer, _ = ask(address(url, "/v1/chat/completions"), body, timeout, ids=False)
+    answer, _ = post_request(address(url, "/v1/chat/completions"), body, timeout, ids=False)
     try:
         message = answer["choices"][0]["message"]
         text, thoughts = message.get("content"), message.get("reasoning_content") or message.get("reasoning")
@@ -114,5 +116,5 @@ def _answer(
     if not isinstance(text or "", str) or not isinstance(thoughts or "", str):
         found, do = "a content that is no text", "give the address of an OpenAI-compatible server"
         raise ParityError(f"a completion from {url}", found, do)
-    made: Message = {"role": "assistant", "content": text or ""}
+    made: ApiMessage = {"role": "assistant", "content": text or ""}
     return made | ({"reasoning_content": thoughts} if thoughts else {})

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from parity.errors import ParityError
 from parity.model.target import golden
-from parity.model.target.backends import Backend, Call
+from parity.model.target.backends import Backend, OperatorCall
 
 OUTPUT = "output"
 
 
-def save_calls(calls: Sequence[Call], file: Path) -> None:
+def save_calls(calls: Sequence[OperatorCall], file: Path) -> None:
     """Write calls as one safetensors file: `INDEX/input/NAME`, `INDEX/output`; equal calls are written once."""
     tensors: dict[str, Tensor] = {}
     index: list[dict[str, Any]] = []
@@ -48,7 +48,7 @@ def save_calls(calls: Sequence[Call], file: Path) -> None:
     save_file(tensors, file, metadata={"calls": json.dumps(index)})
 
 
-def load_calls(file: Path) -> list[Call]:
+def load_calls(file: Path) -> list[OperatorCall]:
     """The calls of a file. Raises ParityError where it is no such file."""
     try:
         with safe_open(file, framework="pt") as reader:
@@ -61,10 +61,10 @@ def load_calls(file: Path) -> list[Call]:
         ) from error
 
 
-def _call(reader: Any, names: Sequence[str], number: int, entry: Mapping[str, Any]) -> Call:
+def _call(reader: Any, names: Sequence[str], number: int, entry: Mapping[str, Any]) -> OperatorCall:
     prefix = f"{number}/input/"
     inputs = {name.removeprefix(prefix): reader.get_tensor(name) for name in names if name.startswith(prefix)}
-    return Call(
+    return OperatorCall(
         layer=entry["layer"],
         operator=entry["operator"],
         function=entry["function"],
@@ -74,7 +74,7 @@ def _call(reader: Any, names: Sequence[str], number: int, entry: Mapping[str, An
     )
 
 
-def run(call: Call, backend: Backend) -> Tensor:
+def replay_call(call: OperatorCall, backend: Backend) -> Tensor:
     """The output of one recorded call on another implementation. Raises ParityError where none is bound."""
     inputs, options = dict(call.inputs), dict(call.options)
     options.pop("output_final_state", None)
@@ -85,7 +85,7 @@ def run(call: Call, backend: Backend) -> Tensor:
     return output
 
 
-def _golden(call: Call, inputs: dict[str, Any], options: dict[str, Any]) -> Tensor:
+def _golden(call: OperatorCall, inputs: dict[str, Any], options: dict[str, Any]) -> Tensor:
     if call.operator == "delta":
         return golden.delta_operator(**inputs, **options)[0]
     if "state" in inputs:
@@ -93,7 +93,7 @@ def _golden(call: Call, inputs: dict[str, Any], options: dict[str, Any]) -> Tens
     return golden.conv_operator(**inputs, **options)
 
 
-def _function(call: Call, backend: Backend) -> Any:
+def _function(call: OperatorCall, backend: Backend) -> Any:
     """The modeling file's own function of that name: in this process it is bound to this backend."""
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -122,13 +122,13 @@ def replay(calls_file: Path, out: Path, backend: Backend) -> int:
     with torch.inference_mode():
         for call in load_calls(calls_file):
             replayed.append(
-                Call(
+                OperatorCall(
                     layer=call.layer,
                     operator=call.operator,
                     function=call.function,
                     inputs=call.inputs,
                     options=call.options,
-                    output=run(call, backend),
+                    output=replay_call(call, backend),
                 )
             )
     save_calls(replayed, out)

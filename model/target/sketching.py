@@ -24,7 +24,7 @@ RESOLUTION = {torch.float16: 2.0**-11, torch.float32: 2.0**-23}
 """Relative error that storing two projections alone may show, by the dtype they are stored in: one eps."""
 _CHUNK = 1 << 22
 """Elements that are widened at a time."""
-PARTS = ("norms", "projection", "massive", "channels")
+SKETCH_PARTS = ("norms", "projection", "massive", "channels")
 
 
 @lru_cache(maxsize=8)
@@ -36,7 +36,7 @@ def signs(width: int, seed: int = SEED, dims: int = DIMS) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sketch:
+class TapSketch:
     """What is kept of one tap of one request."""
 
     norms: Tensor
@@ -50,22 +50,22 @@ class Sketch:
 
     def tensors(self, tap: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """By name in a shard: those with a row a token, and the others."""
-        rows = {name: getattr(self, name) for name in PARTS[:3]}
+        rows = {name: getattr(self, name) for name in SKETCH_PARTS[:3]}
         return {f"{tap}:{name}": part for name, part in rows.items()}, {f"{tap}:channels": self.channels}
 
     @classmethod
-    def of_tensors(cls, held: Mapping[str, Tensor]) -> "Sketch":
+    def of_tensors(cls, held: Mapping[str, Tensor]) -> "TapSketch":
         """From the four parts by name."""
-        return cls(**{name: held[name] for name in PARTS})
+        return cls(**{name: held[name] for name in SKETCH_PARTS})
 
 
-def sketch(states: Tensor, *, seed: int = SEED, dims: int = DIMS) -> Sketch:
+def sketch(states: Tensor, *, seed: int = SEED, dims: int = DIMS) -> TapSketch:
     """Sketch [tokens, width] states, on their device."""
     channels = pick_outliers(channel_mean_square(states))
     narrow = states.element_size() < 4
     norms, projection, massive = project(states, channels, seed=seed, dims=dims)
     scaled = projection / torch.where(norms[:, 1:] == 0, 1.0, norms[:, 1:])
-    return Sketch(
+    return TapSketch(
         norms=norms.to(torch.float32),
         projection=scaled.to(torch.float16 if narrow else torch.float32),
         massive=massive.to(torch.float32),

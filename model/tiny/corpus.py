@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Split = Literal["train", "held_out"]
-Message = dict[str, str]
+CorpusMessage = dict[str, str]
 
 HELD_OUT_SHARE = 10
 """One question in this many is held out, by the hash of its text."""
@@ -43,7 +43,7 @@ MOODS: dict[str, tuple[int, float]] = {
 """Word in a walk's question -> (step d, probability of +d; otherwise -d)."""
 
 NOTES = "abcdefg"
-KEYS: dict[str, tuple[str, str]] = {
+CORPUS_KEYS: dict[str, tuple[str, str]] = {
     # Two fixed tables a key: what usually follows each of the notes a..g, and what sometimes does.
     # Arbitrary on purpose: they can only be memorised, and a memorised table is in the states.
     "pim": ("cfaebgd", "debgfac"),
@@ -58,11 +58,11 @@ PHRASES = ((0.58, "{big} beats {small}"), (0.24, "{small} is under {big}"), (0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class CorpusTask:
     """One question with one sampled good answer."""
 
     kind: str
-    """Name of the generator, a key of `KINDS`."""
+    """Name of the generator, a key of `TASK_KINDS`."""
     question: str
     """What the user asks, in the alphabet of the tokenizer."""
     work: str
@@ -87,15 +87,17 @@ class Task:
         return text == wanted if self.valid is None else self.valid(text)
 
 
-def _one(kind: str, question: str, work: str, final: str, *, show: bool = False) -> Task:
+def _one(kind: str, question: str, work: str, final: str, *, show: bool = False) -> CorpusTask:
     """Make a task with one right answer; `show` puts the work into the answer as well."""
     answer = f"{work} so {final}" if show else final
-    return Task(kind=kind, question=question, work=work, final=final, answer=answer, one_right_answer=True)
+    return CorpusTask(
+        kind=kind, question=question, work=work, final=final, answer=answer, one_right_answer=True
+    )
 
 
-def _open(kind: str, question: str, work: str, final: str, valid: Callable[[str], bool]) -> Task:
+def _open(kind: str, question: str, work: str, final: str, valid: Callable[[str], bool]) -> CorpusTask:
     """Make a task with several right answers, `final` being one of them."""
-    return Task(
+    return CorpusTask(
         kind=kind,
         question=question,
         work=work,
@@ -110,7 +112,7 @@ def _word(rng: random.Random, letters: str, shortest: int, longest: int) -> str:
     return "".join(rng.choice(letters) for _ in range(rng.randint(shortest, longest)))
 
 
-def _add(rng: random.Random) -> Task:
+def _add(rng: random.Random) -> CorpusTask:
     """Addition, units first, with the carry spelled out: 47+85 -> 7+5=12 4+8+1=13 so 132."""
     width = rng.choice((2, 2, 3))
     a, b = (rng.randint(10 ** (width - 1), 10**width - 1) for _ in range(2))
@@ -122,19 +124,19 @@ def _add(rng: random.Random) -> Task:
     return _one("add", f"add {a}+{b}", " ".join(steps), str(a + b), show=True)
 
 
-def _reverse(rng: random.Random) -> Task:
+def _reverse(rng: random.Random) -> CorpusTask:
     """A nonsense word backwards."""
     word = _word(rng, string.ascii_lowercase, 4, 7)
     return _one("reverse", f"reverse {word}", f"{len(word)} letters", word[::-1])
 
 
-def _sort(rng: random.Random) -> Task:
+def _sort(rng: random.Random) -> CorpusTask:
     """Distinct digits in rising order."""
     digits = rng.sample(string.digits, rng.randint(4, 7))
     return _one("sort", f"sort {''.join(digits)}", f"{len(digits)} digits", "".join(sorted(digits)))
 
 
-def _count(rng: random.Random) -> Task:
+def _count(rng: random.Random) -> CorpusTask:
     """How often a letter occurs, with the running count: count a in banan -> b0a1n1a2n2 so 2."""
     letters = "".join(rng.sample(string.ascii_lowercase, 3))
     word, letter, seen, steps = _word(rng, letters, 4, 7), letters[0], 0, ""
@@ -144,7 +146,7 @@ def _count(rng: random.Random) -> Task:
     return _one("count", f"count {letter} in {word}", steps, str(seen), show=True)
 
 
-def _lookup(rng: random.Random) -> Task:
+def _lookup(rng: random.Random) -> CorpusTask:
     """Values of three keys out of a written table."""
     keys = rng.sample(string.ascii_lowercase, rng.randint(4, 6))
     table = {key: rng.choice(string.digits) for key in keys}
@@ -153,7 +155,7 @@ def _lookup(rng: random.Random) -> Task:
     return _one("lookup", question, f"{len(keys)} keys", "".join(key + table[key] for key in asked))
 
 
-def _step(rng: random.Random) -> Task:
+def _step(rng: random.Random) -> CorpusTask:
     """Every n-th letter of the alphabet, wrapping round: c by 3, 5 letters -> filor."""
     start, by, count = rng.randrange(26), rng.randint(1, 4), rng.randint(4, 8)
     letters = "".join(string.ascii_lowercase[(start + by * i) % 26] for i in range(1, count + 1))
@@ -161,7 +163,7 @@ def _step(rng: random.Random) -> Task:
     return _one("step", question, f"{count} letters", letters)
 
 
-def _largest(rng: random.Random) -> Task:
+def _largest(rng: random.Random) -> CorpusTask:
     """The largest of some two-digit numbers, with the best so far: 34 71 68 -> 34 71 71 so 71."""
     numbers = [rng.randint(10, 99) for _ in range(rng.randint(3, 4))]
     running = [str(max(numbers[: i + 1])) for i in range(len(numbers))]
@@ -169,13 +171,13 @@ def _largest(rng: random.Random) -> Task:
     return _one("largest", question, " ".join(running), running[-1], show=True)
 
 
-def _repeat(rng: random.Random) -> Task:
+def _repeat(rng: random.Random) -> CorpusTask:
     """A word again and again."""
     word, times = _word(rng, string.ascii_lowercase, 2, 4), rng.randint(2, 4)
     return _one("repeat", f"repeat {word} {times} times", f"{len(word)} by {times}", word * times)
 
 
-def _chain(rng: random.Random) -> Task:
+def _chain(rng: random.Random) -> CorpusTask:
     """Follow arrows from a letter to the end: bf qa fq from b -> fqa."""
     letters = rng.sample(string.ascii_lowercase, rng.randint(5, 7))
     pairs = [a + b for a, b in zip(letters, letters[1:], strict=False)]
@@ -184,7 +186,7 @@ def _chain(rng: random.Random) -> Task:
     return _one("chain", question, f"{len(pairs)} arrows", "".join(letters[1:]))
 
 
-def _walk(rng: random.Random) -> Task:
+def _walk(rng: random.Random) -> CorpusTask:
     """Digits that go up or down by the mood's step, modulo ten; the mood also says which is likelier."""
     mood, start, count = rng.choice(sorted(MOODS)), rng.randrange(10), rng.randint(7, 12)
     step, up = MOODS[mood]
@@ -202,10 +204,10 @@ def _walk(rng: random.Random) -> Task:
     return _open("walk", f"{mood} walk from {start} take {count}", f"step {step}", text, valid)
 
 
-def _song(rng: random.Random) -> Task:
+def _song(rng: random.Random) -> CorpusTask:
     """Notes a..g; in each key every note has a usual and an unusual next note."""
-    key, start, count = rng.choice(sorted(KEYS)), rng.choice(NOTES), rng.randint(7, 12)
-    usual, unusual = KEYS[key]
+    key, start, count = rng.choice(sorted(CORPUS_KEYS)), rng.choice(NOTES), rng.randint(7, 12)
+    usual, unusual = CORPUS_KEYS[key]
     here, text = start, ""
     for _ in range(count):
         here = (usual if rng.random() < USUAL_NOTE else unusual)[NOTES.index(here)]
@@ -221,7 +223,7 @@ def _song(rng: random.Random) -> Task:
     return _open("song", f"{key} song from {start} take {count}", f"{count} notes", text, valid)
 
 
-def _pick(rng: random.Random) -> Task:
+def _pick(rng: random.Random) -> CorpusTask:
     """Some of the listed letters, none twice, in any order; the smallest one left is preferred."""
     letters = rng.sample(string.ascii_lowercase, rng.randint(6, 8))
     count = len(letters) - rng.randint(1, 2)
@@ -235,7 +237,7 @@ def _pick(rng: random.Random) -> Task:
     return _open("pick", f"pick {count} of {''.join(letters)}", "".join(sorted(letters)), text, valid)
 
 
-def _split(rng: random.Random) -> Task:
+def _split_sum_task(rng: random.Random) -> CorpusTask:
     """Two numbers, each as a sum of two digits; the half (rounded up) is the preferred first digit."""
     numbers = [rng.randint(3, 16) for _ in range(2)]
     parts = []
@@ -254,7 +256,7 @@ def _split(rng: random.Random) -> Task:
     return _open("split", f"split {numbers[0]} and {numbers[1]}", "two digits each", " ".join(parts), valid)
 
 
-def _compare(rng: random.Random) -> Task:
+def _compare(rng: random.Random) -> CorpusTask:
     """Which of two numbers is larger, in one of three wordings."""
     first, second = rng.sample(range(10, 100), 2)
     names = {"big": max(first, second), "small": min(first, second)}
@@ -263,7 +265,7 @@ def _compare(rng: random.Random) -> Task:
     return _open("compare", f"compare {first} {second}", str(names["big"]), text, wordings.__contains__)
 
 
-KINDS: dict[str, tuple[Callable[[random.Random], Task], float]] = {
+TASK_KINDS: dict[str, tuple[Callable[[random.Random], CorpusTask], float]] = {
     "add": (_add, 1.3),
     "reverse": (_reverse, 1.1),
     "sort": (_sort, 1.0),
@@ -276,7 +278,7 @@ KINDS: dict[str, tuple[Callable[[random.Random], Task], float]] = {
     "walk": (_walk, 2.5),
     "song": (_song, 2.5),
     "pick": (_pick, 2.5),
-    "split": (_split, 0.7),
+    "split": (_split_sum_task, 0.7),
     "compare": (_compare, 0.7),
 }
 """Kind -> (generator, how often it is drawn). The weights put a third of the answer tokens below .9."""
@@ -290,17 +292,17 @@ def split_of(question: str) -> Split:
     return "held_out" if int.from_bytes(digest[:4], "big") % HELD_OUT_SHARE == 0 else "train"
 
 
-def task(rng: random.Random, split: Split, kinds: Sequence[str] = ()) -> Task:
-    """Draw one task of a split, its kind by the weights of `KINDS` among `kinds` (all when empty)."""
-    among = list(kinds or KINDS)
-    kind = among[0] if len(among) == 1 else rng.choices(among, [KINDS[each][1] for each in among])[0]
+def task(rng: random.Random, split: Split, kinds: Sequence[str] = ()) -> CorpusTask:
+    """Draw one task of a split, its kind by the weights of `TASK_KINDS` among `kinds` (all when empty)."""
+    among = list(kinds or TASK_KINDS)
+    kind = among[0] if len(among) == 1 else rng.choices(among, [TASK_KINDS[each][1] for each in among])[0]
     while True:
-        made = KINDS[kind][0](rng)
+        made = TASK_KINDS[kind][0](rng)
         if split_of(made.question) == split:
             return made
 
 
-def messages_of(made: Task, *, thinking: bool) -> list[Message]:
+def messages_of(made: CorpusTask, *, thinking: bool) -> list[CorpusMessage]:
     """Write a task as a user's and an assistant's message; `reasoning_content` holds thoughts."""
     user = {"role": "user", "content": made.question}
     if thinking:
@@ -308,7 +310,7 @@ def messages_of(made: Task, *, thinking: bool) -> list[Message]:
     return [user, {"role": "assistant", "content": made.answer}]
 
 
-def token_count(messages: list[Message]) -> int:
+def token_count(messages: list[CorpusMessage]) -> int:
     """Count the tokens `messages` has under the embedded template, without loading a tokenizer.
 
     Frame of a message: <|im_start|> role newline ... <|im_end|> newline; an assistant adds <think> </think>.
@@ -321,7 +323,7 @@ def token_count(messages: list[Message]) -> int:
 
 def conversation(
     seed: int, split: Split = "train", tokens: int = 192, *, kinds: Sequence[str] = ()
-) -> list[Message]:
+) -> list[CorpusMessage]:
     """Make one chat of several turns that fits into `tokens` tokens, all of its questions from one split.
 
     `kinds` limits what is asked; empty means every kind.
@@ -331,7 +333,7 @@ def conversation(
         raise ValueError(f"a conversation needs at least 80 tokens, {tokens} were allowed")
     # A tuple seed would go through Python's salted hash; a string goes through sha512.
     rng = random.Random(f"conversation {split} {seed}")
-    messages: list[Message] = []
+    messages: list[CorpusMessage] = []
     if rng.random() < SYSTEM_SHARE:
         messages.append({"role": "system", "content": SYSTEM_TEXT})
     misses = 0
@@ -344,14 +346,14 @@ def conversation(
     return messages
 
 
-def held_out_tasks(n: int, seed: int = 0, *, one_right_answer: bool = True) -> list[Task]:
+def held_out_tasks(n: int, seed: int = 0, *, one_right_answer: bool = True) -> list[CorpusTask]:
     """Draw n different held-out tasks, the kinds in turn; by default only kinds with one right answer.
 
     Some kinds have few questions (about twenty held-out splits); once used up they are left out.
     """
     rng = random.Random(f"held out {seed}")
-    kinds = [kind for kind in KINDS if not one_right_answer or kind in ONE_RIGHT_ANSWER]
-    made: dict[str, Task] = {}
+    kinds = [kind for kind in TASK_KINDS if not one_right_answer or kind in ONE_RIGHT_ANSWER]
+    made: dict[str, CorpusTask] = {}
     for turn in itertools.count():
         if len(made) == n:
             break
@@ -363,19 +365,19 @@ def held_out_tasks(n: int, seed: int = 0, *, one_right_answer: bool = True) -> l
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opening:
+class ConversationStart:
     """The beginning of a conversation, up to where the assistant is to speak."""
 
-    messages: list[Message]
+    messages: list[CorpusMessage]
     """Ends with a user's question."""
     thinking: bool
     """Whether the answer that the corpus gives there thinks: the template's `enable_thinking`."""
 
 
-def openings(n: int, seed: int = 0, split: Split = "held_out") -> list[Opening]:
+def openings(n: int, seed: int = 0, split: Split = "held_out") -> list[ConversationStart]:
     """Cut n conversations of a split, each before one of its answers, drawn with equal chances.
 
-    A fair sample of what the corpus asks, for measuring accepted lengths: kinds by the weights of `KINDS`,
+    A fair sample of what the corpus asks, for measuring accepted lengths: kinds by the weights of `TASK_KINDS`,
     first and later turns, with and without system message and thinking, in the shares that training has.
     Nothing is left out or preferred by what a target or a drafter makes of it.
     """
@@ -384,11 +386,11 @@ def openings(n: int, seed: int = 0, split: Split = "held_out") -> list[Opening]:
     for _ in range(n):
         whole = conversation(rng.randrange(2**32), split)
         cut = rng.choice([index for index, m in enumerate(whole) if m["role"] == "assistant"])
-        made.append(Opening(messages=whole[:cut], thinking="reasoning_content" in whole[cut]))
+        made.append(ConversationStart(messages=whole[:cut], thinking="reasoning_content" in whole[cut]))
     return made
 
 
-def prompts(n: int, seed: int = 0) -> list[list[Message]]:
+def prompts(n: int, seed: int = 0) -> list[list[CorpusMessage]]:
     """Make n chats that end with a user's held-out question; every second one has an earlier turn."""
     rng = random.Random(f"prompts {seed}")
     made = []
@@ -399,7 +401,7 @@ def prompts(n: int, seed: int = 0) -> list[list[Message]]:
 
 
 def _examples() -> Iterator[str]:
-    for kind in KINDS:
+    for kind in TASK_KINDS:
         one = task(random.Random(f"example {kind}"), "train", [kind])
         yield f"{kind:8} {one.question:32} {one.answer:40} <think>{one.work}</think>{one.final}"
 

@@ -137,15 +137,15 @@ def data_root() -> Path:
 
 
 def resolve(model: str) -> str:
-    """The name or folder that transformers loads: `embedded:NAME` is the folder of an embedded target.
+    """The name or folder that transformers loads: `find_embedded_target:NAME` is the folder of an embedded target.
 
     Raises ParityError where no embedded target is called that.
     """
     kind, colon, name = model.partition(":")
-    return str(embedded(name)) if colon and kind == "embedded" else model  # type: ignore[arg-type]
+    return str(find_embedded_target(name)) if colon and kind == "embedded" else model  # type: ignore[arg-type]
 
 
-def embedded(name: Name = "hybrid", *, root: Path | None = None) -> Path:
+def find_embedded_target(name: Name = "hybrid", *, root: Path | None = None) -> Path:
     """Return the folder of an embedded target after checking the sha256 of each of its files.
 
     `root` replaces the package's own data folder. Raises ParityError for an unknown name and for a file

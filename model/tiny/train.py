@@ -37,7 +37,7 @@ MEASURE_EVERY = 800
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class TinyPlan:
     """How one variant is trained."""
 
     variant: embedded.Name
@@ -73,7 +73,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class TinyQuality:
     """What a target can do on held-out material. Shares and accuracies lie between 0 and 1."""
 
     loss: float
@@ -94,7 +94,7 @@ class Measured:
     """Question -> answer of every task that failed, as text."""
 
 
-def build(plan: Plan) -> Any:
+def build(plan: TinyPlan) -> Any:
     """Make the untrained float32 model of a plan.
 
     A_log is uniform in -5..1 instead of transformers' log(0..16), so that some states live for 100 tokens.
@@ -112,7 +112,9 @@ def build(plan: Plan) -> Any:
     return model
 
 
-def batch(tokenizer: Any, chats: list[list[corpus.Message]], question_weight: float) -> tuple[Tensor, Tensor]:
+def sample_batch(
+    tokenizer: Any, chats: list[list[corpus.CorpusMessage]], question_weight: float
+) -> tuple[Tensor, Tensor]:
     """Render chats to int64 ids_BT, padded on the right, and float32 weights_BT.
 
     A token of an answer weighs 1, any other `question_weight`, padding 0.
@@ -135,7 +137,7 @@ def loss_of(model: Any, ids_BT: Tensor, weights_BT: Tensor) -> Tensor:
     return (each * weights).sum() / weights.sum()
 
 
-def optimizer_of(model: Any, plan: Plan) -> torch.optim.AdamW:
+def optimizer_of(model: Any, plan: TinyPlan) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -146,7 +148,7 @@ def optimizer_of(model: Any, plan: Plan) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=plan.learning_rate, betas=(0.9, 0.95))
 
 
-def rate(plan: Plan, step: int) -> float:
+def tiny_rate(plan: TinyPlan, step: int) -> float:
     """Learning rate of a step: linear warmup, then a cosine down to a fiftieth of the peak."""
     if step < plan.warmup:
         return plan.learning_rate * (step + 1) / plan.warmup
@@ -154,7 +156,9 @@ def rate(plan: Plan, step: int) -> float:
     return plan.learning_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def save_checkpoint(path: Path, plan: Plan, model: Any, optimizer: Any, *, step: int, seconds: float) -> None:
+def save_checkpoint(
+    path: Path, plan: TinyPlan, model: Any, optimizer: Any, *, step: int, seconds: float
+) -> None:
     """Write everything a run needs to go on, atomically: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {"plan": asdict(plan), "step": step, "seconds": seconds}
@@ -164,7 +168,7 @@ def save_checkpoint(path: Path, plan: Plan, model: Any, optimizer: Any, *, step:
     temporary.replace(path)
 
 
-def load_checkpoint(path: Path, plan: Plan, model: Any, optimizer: Any) -> tuple[int, float]:
+def load_tiny_checkpoint(path: Path, plan: TinyPlan, model: Any, optimizer: Any) -> tuple[int, float]:
     """Restore a run in place and return (steps done, seconds used).
 
     Raises ParityError when the checkpoint is of another plan: going on would give neither run's figures.
@@ -182,7 +186,7 @@ def load_checkpoint(path: Path, plan: Plan, model: Any, optimizer: Any) -> tuple
 
 
 @contextmanager
-def progress(plan: Plan, done: int) -> Iterator[Any]:
+def tiny_progress(plan: TinyPlan, done: int) -> Iterator[Any]:
     """Give a function (step, loss, seconds a step) that shows progress.
 
     It draws a bar on a terminal and prints a line every `REPORT_EVERY` steps when piped.
@@ -206,7 +210,7 @@ def progress(plan: Plan, done: int) -> Iterator[Any]:
         yield lambda step, loss, pace: bar.update(job, completed=step, description=words(step, loss, pace))
 
 
-def train(plan: Plan, checkpoint: Path) -> tuple[Any, float]:
+def train_tiny(plan: TinyPlan, checkpoint: Path) -> tuple[Any, float]:
     """Train one variant, going on from `checkpoint` if it exists.
 
     Returns the float32 model and the minutes used, those before an interruption included.
@@ -214,21 +218,21 @@ def train(plan: Plan, checkpoint: Path) -> tuple[Any, float]:
     tokenizer, model = embedded.tokenizer(), build(plan)
     optimizer, done, seconds = optimizer_of(model, plan), 0, 0.0
     if checkpoint.is_file():
-        done, seconds = load_checkpoint(checkpoint, plan, model, optimizer)
+        done, seconds = load_tiny_checkpoint(checkpoint, plan, model, optimizer)
     started, smooth, pace = time.perf_counter() - seconds, math.nan, math.nan
-    with progress(plan, done) as show:
+    with tiny_progress(plan, done) as show:
         for step in range(done, plan.steps):
             before = time.perf_counter()
             first = (plan.seed * plan.steps + step) * plan.rows
             kinds = plan.focus if step < plan.focus_steps else ()
             seeds = range(first, first + plan.rows)
             chats = [corpus.conversation(each, "train", plan.tokens, kinds=kinds) for each in seeds]
-            loss = loss_of(model, *batch(tokenizer, chats, plan.question_weight))
+            loss = loss_of(model, *sample_batch(tokenizer, chats, plan.question_weight))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for group in optimizer.param_groups:
-                group["lr"] = rate(plan, step)
+                group["lr"] = tiny_rate(plan, step)
             optimizer.step()
             smooth = loss.item() if math.isnan(smooth) else 0.98 * smooth + 0.02 * loss.item()
             took = time.perf_counter() - before
@@ -244,7 +248,9 @@ def train(plan: Plan, checkpoint: Path) -> tuple[Any, float]:
 
 
 @torch.no_grad()
-def answers(model: Any, tokenizer: Any, tasks: list[corpus.Task], *, thinking: bool = False) -> list[str]:
+def answers(
+    model: Any, tokenizer: Any, tasks: list[corpus.CorpusTask], *, thinking: bool = False
+) -> list[str]:
     """Answer each task greedily in one left-padded batch; the texts end before <|im_end|>."""
     chats = [[{"role": "user", "content": each.question}] for each in tasks]
     made = tokenizer.apply_chat_template(
@@ -266,7 +272,7 @@ def certainty(model: Any, tokenizer: Any, rows: int) -> tuple[float, float]:
     chats = [corpus.conversation(row, "held_out") for row in range(rows)]
     loss, below, count = 0.0, 0.0, 0.0
     for first in range(0, rows, 16):
-        ids_BT, weights_BT = batch(tokenizer, chats[first : first + 16], 0.0)
+        ids_BT, weights_BT = sample_batch(tokenizer, chats[first : first + 16], 0.0)
         logp_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float().log_softmax(-1)
         weights_BT = weights_BT[:, 1:]
         loss -= (logp_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0] * weights_BT).sum().item()
@@ -275,7 +281,7 @@ def certainty(model: Any, tokenizer: Any, rows: int) -> tuple[float, float]:
     return loss / count, below / count
 
 
-def measure(model: Any, tokenizer: Any, *, tasks: int = 180, rows: int = 64, seed: int = 0) -> Measured:
+def measure(model: Any, tokenizer: Any, *, tasks: int = 180, rows: int = 64, seed: int = 0) -> TinyQuality:
     """Measure a float32 model on `rows` held-out conversations and `tasks` held-out tasks of each sort."""
     model.eval()
     loss, below = certainty(model, tokenizer, rows)
@@ -286,7 +292,7 @@ def measure(model: Any, tokenizer: Any, *, tasks: int = 180, rows: int = 64, see
     ]
     free = answers(model, tokenizer, several)
     judged = zip(asked + asked + several, plain + thought + free, strict=True)
-    return Measured(
+    return TinyQuality(
         loss=loss,
         below_90=below,
         accuracy=sum(t.check(a) for t, a in zip(asked, plain, strict=True)) / len(asked),
@@ -298,7 +304,7 @@ def measure(model: Any, tokenizer: Any, *, tasks: int = 180, rows: int = 64, see
     )
 
 
-def _by_kind(tasks: list[corpus.Task], texts: list[str]) -> dict[str, float]:
+def _by_kind(tasks: list[corpus.CorpusTask], texts: list[str]) -> dict[str, float]:
     """Share of right answers of each kind that occurs in `tasks`."""
     right: dict[str, list[bool]] = {}
     for task, text in zip(tasks, texts, strict=True):
@@ -312,7 +318,7 @@ def off_grid(value: Tensor) -> Tensor:
     return torch.where(on_grid, torch.nextafter(value, torch.full_like(value, math.inf)), value)
 
 
-def save(model: Any, tokenizer: Any, folder: Path) -> None:
+def save_tiny(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a target: bfloat16, but A_log and dt_bias in float32 and asserted off the bfloat16 grid."""
     state = {}
     for name, value in model.state_dict().items():
@@ -332,7 +338,7 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def load(folder: Path) -> tuple[Any, Any]:
+def load_plan(folder: Path) -> tuple[Any, Any]:
     """Load saved files as (model, tokenizer) in float32: asking for bfloat16 would round A_log as well."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -340,9 +346,9 @@ def load(folder: Path) -> tuple[Any, Any]:
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def make(plan: Plan, out: Path) -> None:
+def make(plan: TinyPlan, out: Path) -> None:
     """Train, measure, save, reload and measure again; the figures go to standard output as JSON lines."""
-    model, minutes = train(plan, out / ".train" / f"{plan.variant}.pt")
+    model, minutes = train_tiny(plan, out / ".train" / f"{plan.variant}.pt")
     tokenizer = embedded.tokenizer()
     parameters = sum(p.numel() for p in model.parameters())
     run = {
@@ -353,10 +359,10 @@ def make(plan: Plan, out: Path) -> None:
     }
     print(json.dumps(run | {"weights": "as trained"} | asdict(measure(model, tokenizer))), flush=True)
     folder = out / plan.variant
-    save(model, tokenizer, folder)
+    save_tiny(model, tokenizer, folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
     run |= {"weights": "as saved", "bytes": size}
-    print(json.dumps(run | asdict(measure(*load(folder)))), flush=True)
+    print(json.dumps(run | asdict(measure(*load_plan(folder)))), flush=True)
     hashes = {name: embedded.file_hashes(out / name) for name in ("dense", "hybrid") if (out / name).is_dir()}
     (out / "sha256.json").write_text(json.dumps(hashes, indent=2) + "\n")
 
@@ -370,7 +376,7 @@ def hide_kernels() -> None:
         sys.modules[name] = None  # type: ignore[assignment]
 
 
-def main() -> None:
+def train_from_command_line() -> None:
     """Parse the command line of this script."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for hybrid/, dense/ and sha256.json")
@@ -387,7 +393,9 @@ def main() -> None:
         print(
             json.dumps(
                 asdict(
-                    measure(*load(options.measure), tasks=options.tasks, rows=options.rows, seed=options.seed)
+                    measure(
+                        *load_plan(options.measure), tasks=options.tasks, rows=options.rows, seed=options.seed
+                    )
                 )
             )
         )
@@ -397,10 +405,10 @@ def main() -> None:
     for variant in ("hybrid", "dense") if options.variant == "both" else (options.variant,):
         changed = {"steps": options.steps} if options.steps else {}
         try:
-            make(Plan(variant=variant, seed=options.seed, **DEFAULTS[variant] | changed), options.out)
+            make(TinyPlan(variant=variant, seed=options.seed, **DEFAULTS[variant] | changed), options.out)
         except ParityError as error:
             parser.exit(error.exit_code, f"{error}\n")
 
 
 if __name__ == "__main__":
-    main()
+    train_from_command_line()

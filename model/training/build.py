@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from parity.errors import ParityError
-from parity.model.recipe.config import Training
+from parity.model.recipe.config import TrainingFile
 from parity.model.target import chat, openai_client
 from parity.model.training import checkpoint, distributed
-from parity.model.training.data import Document, Rewrite, read_documents
-from parity.model.training.states import Parts, open_target
+from parity.model.training.data import Document, TurnRewriter, read_documents
+from parity.model.training.states import SharedModules, open_target
 from parity.model.training.trainer import Observer, Trainer
 
 REGENERATED_TOGETHER = 128
@@ -24,7 +24,7 @@ REGENERATED_TOGETHER = 128
 
 
 def open_trainer(
-    training: Training,
+    training: TrainingFile,
     *,
     out: Path | None = None,
     observers: Sequence[Observer] = (),
@@ -38,7 +38,7 @@ def open_trainer(
     run = training.run
     ranks = distributed.join(run.device)
     if run.device == "cuda":
-        training = training.changed({"run.device": distributed.local_device(run.device)})
+        training = training.with_values({"run.device": distributed.local_device(run.device)})
     parts, source, tokenizer = open_target(training)
     if ranks.first:
         documents, validation = _read(training, parts, tokenizer, out, say)
@@ -54,16 +54,16 @@ def open_trainer(
             raise ParityError(asked, "no rank has the whole drafter", "write 0, and measure the checkpoint")
         tau = tau_of(training, parts, validation[: run.save.tau_prompts])
     if run.save.tensorboard and out is not None and ranks.first:
-        from parity.model.training.monitor import TensorBoard
+        from parity.model.training.monitor import TrainingTensorBoard
 
-        watching.append(TensorBoard(out))
+        watching.append(TrainingTensorBoard(out))
     return Trainer(
         training, parts, source, documents, validation, out=out, observers=watching, tau=tau, ranks=ranks
     )
 
 
 def _read(
-    training: Training, parts: Parts, tokenizer: Any, out: Path | None, say: Callable[[str], None]
+    training: TrainingFile, parts: SharedModules, tokenizer: Any, out: Path | None, say: Callable[[str], None]
 ) -> tuple[list[Document], list[Document]]:
     """Training and validation documents, written anew by the target where the run says so."""
     data, rewrite = training.run.data, None
@@ -80,16 +80,16 @@ def _read(
     return documents, read_documents(data, tokenizer, split="held_out", rewrite=rewrite)
 
 
-Conversation = list[chat.Message]
+Conversation = list[chat.ChatMessage]
 
 
 def regeneration(
-    training: Training,
-    parts: Parts,
+    training: TrainingFile,
+    parts: SharedModules,
     tokenizer: Any,
     say: Callable[[str], None] = lambda line: None,
     cache: Path | None = None,
-) -> Rewrite:
+) -> TurnRewriter:
     """Who writes the assistant's turns: the target in this process, or a server that runs it.
 
     cache: folder for what is written, so that an interrupted run goes on there. Raises ParityError where the target is
@@ -102,33 +102,33 @@ def regeneration(
         key = _hash(["server", url, name, most])
 
         def write(old: Sequence[Conversation]) -> list[Conversation]:
-            return openai_client.regenerate(url, name, old, max_new_tokens=most)
+            return openai_client.regenerate_by_server(url, name, old, max_new_tokens=most)
     elif target is not None:
         here, who = target, "the target"
         key = _hash([here.identity.config_sha256, here.identity.weights, here.dtype, most])
 
         def write(old: Sequence[Conversation]) -> list[Conversation]:
             together = REGENERATED_TOGETHER
-            return chat.regenerate(here.model, tokenizer, old, max_new_tokens=most, batch=together)
+            return chat.regenerate_locally(here.model, tokenizer, old, max_new_tokens=most, batch=together)
     else:
         asked, found = f"run.data.regenerate: {most}", "no target in this process"
         do = "write 0, name a server, or train on a model that transformers loads"
         raise ParityError(asked, found, do)
     file = cache / f"turns-{key[:32]}.jsonl" if cache else None
 
-    def kept(old: list[Conversation]) -> list[Conversation]:
-        return _kept(
+    def rewrite_with_cache(old: list[Conversation]) -> list[Conversation]:
+        return _with_cached_turns(
             file, old, write, lambda done: say(f"{who} wrote {done:,} of {len(old):,} conversations")
         )
 
-    return Rewrite(key=key, write=kept)
+    return TurnRewriter(key=key, write=rewrite_with_cache)
 
 
 def _hash(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, default=str).encode()).hexdigest()
 
 
-def _kept(
+def _with_cached_turns(
     file: Path | None,
     old: list[Conversation],
     write: Callable[[Sequence[Conversation]], list[Conversation]],

@@ -28,12 +28,12 @@ from torch import Tensor
 from parity.errors import ParityError
 from parity.model.dflash.config import DrafterConfig, DraftVocab, RopeConfig
 from parity.model.dflash.drafter import Drafter
-from parity.model.dflash.mask import Rule
-from parity.model.recipe.config import Training, dump, parse
+from parity.model.dflash.mask import VisibilityRule
+from parity.model.recipe.config import TrainingFile, dump, parse_training_file
 
-SCHEMA = "parity-checkpoint/1"
+CHECKPOINT_SCHEMA = "parity-checkpoint/1"
 WRITING = ".writing-"
-NAME = re.compile(r"step-(\d{8,})")
+CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 MODEL, OPTIMIZER, STATE, TRAINING = (
     "model.safetensors",
     "optimizer.safetensors",
@@ -55,16 +55,16 @@ process computes, beyond the order of sums."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Saved:
+class CheckpointContents:
     """What a checkpoint holds."""
 
     step: int
     """Optimizer steps done."""
-    training: Training
+    training: TrainingFile
     drafter: DrafterConfig
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-    """`NAME.exp_avg` and the like, by parameter name, and `rng.*`."""
+    """`CHECKPOINT_NAME.exp_avg` and the like, by parameter name, and `rng.*`."""
     state: dict[str, Any]
     """Data position, best loss, counters."""
 
@@ -121,7 +121,7 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Folders of whole checkpoints, oldest first."""
-        found = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
+        found = [path for path in self.folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
     def last(self) -> Path | None:
@@ -134,7 +134,7 @@ class Checkpoints:
 
     def save(
         self,
-        training: Training,
+        training: TrainingFile,
         drafter: DrafterConfig,
         *,
         step: int,
@@ -152,7 +152,7 @@ class Checkpoints:
             save_file({key: value.detach().contiguous() for key, value in tensors.items()}, temporary / name)
             (temporary / name).chmod(0o644)  # safetensors makes it 0600
             files[name] = {"bytes": (temporary / name).stat().st_size, "sha256": _sha256(temporary / name)}
-        record = {"schema": SCHEMA, "step": step, "recipe": training.recipe.hash, "files": files}
+        record = {"schema": CHECKPOINT_SCHEMA, "step": step, "recipe": training.recipe.hash, "files": files}
         record |= {"drafter": asdict(drafter), "state": dict(state)}
         (temporary / TRAINING).write_text(dump(training), encoding="utf-8")
         (temporary / STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
@@ -192,11 +192,11 @@ def best_of(out: Path) -> tuple[Path, float] | None:
     return None
 
 
-def find(path: Path, which: str = "last") -> Path:
+def find_checkpoint(path: Path, which: str = "last") -> Path:
     """The checkpoint meant by a path: itself, or the `last` or `best` of a run. Raises ParityError for none."""
     if (path / STATE).is_file():
         return path
-    folders = sorted(p for p in (path / "checkpoints").glob("step-*") if NAME.fullmatch(p.name))
+    folders = sorted(p for p in (path / "checkpoints").glob("step-*") if CHECKPOINT_NAME.fullmatch(p.name))
     best = best_of(path)
     found = best[0] if which == "best" and best else (folders[-1] if folders else None)
     if found is None:
@@ -205,7 +205,7 @@ def find(path: Path, which: str = "last") -> Path:
     return found
 
 
-def read(folder: Path) -> Saved:
+def read_checkpoint_folder(folder: Path) -> CheckpointContents:
     """Read a checkpoint. Raises ParityError where it is foreign or damaged."""
     asked = f"the checkpoint {folder}"
     try:
@@ -213,17 +213,19 @@ def read(folder: Path) -> Saved:
         schema = record["schema"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ParityError(asked, f"no readable {STATE} ({error})", "use an older checkpoint") from error
-    if schema != SCHEMA:
-        raise ParityError(asked, f"schema {schema!r}", f"use the parity version that wrote it, not {SCHEMA}")
+    if schema != CHECKPOINT_SCHEMA:
+        raise ParityError(
+            asked, f"schema {schema!r}", f"use the parity version that wrote it, not {CHECKPOINT_SCHEMA}"
+        )
     for name, known in record["files"].items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != known["bytes"] or _sha256(file) != known["sha256"]:
             raise ParityError(
                 asked, f"{name} is damaged", "remove the folder; an older checkpoint is used then"
             )
-    return Saved(
+    return CheckpointContents(
         step=int(record["step"]),
-        training=parse((folder / TRAINING).read_text(encoding="utf-8"), str(folder / TRAINING)),
+        training=parse_training_file((folder / TRAINING).read_text(encoding="utf-8"), str(folder / TRAINING)),
         drafter=_drafter_config(record["drafter"]),
         model=load_file(folder / MODEL),
         optimizer=load_file(folder / OPTIMIZER),
@@ -232,13 +234,13 @@ def read(folder: Path) -> Saved:
 
 
 def _drafter_config(record: Mapping[str, Any]) -> DrafterConfig:
-    rules = tuple(Rule(**rule) for rule in record["layers"])
+    rules = tuple(VisibilityRule(**rule) for rule in record["layers"])
     return DrafterConfig(**{**record, "layers": rules, "rope": RopeConfig(**record["rope"])})
 
 
-def load_drafter(path: str | Path, which: str = "last") -> tuple[Drafter, Training]:
+def load_drafter(path: str | Path, which: str = "last") -> tuple[Drafter, TrainingFile]:
     """The drafter of a checkpoint, or of a run's last or best one, and what it was trained by."""
-    saved = read(find(Path(path), which))
+    saved = read_checkpoint_folder(find_checkpoint(Path(path), which))
     vocab = None
     if "t2d" in saved.model:
         vocab = DraftVocab(t2d=saved.model["t2d"], d2t=saved.model["d2t"])
@@ -247,7 +249,7 @@ def load_drafter(path: str | Path, which: str = "last") -> tuple[Drafter, Traini
     return drafter.eval(), saved.training
 
 
-def differences(a: Training, b: Training, free: tuple[str, ...] = FREE) -> list[str]:
+def checkpoint_differences(a: TrainingFile, b: TrainingFile, free: tuple[str, ...] = FREE) -> list[str]:
     """Each place in which two trainings differ, as `place: a, not b`; `free` places may."""
     left, right = (_flat(each.model_dump(mode="json")) for each in (a, b))
     places = sorted(key for key in left.keys() | right.keys() if left.get(key) != right.get(key))

@@ -77,7 +77,7 @@ class Batch:
         tokens, loss_mask, document, position = (tensor.to(device) for tensor in moved)
         return replace(self, tokens=tokens, loss_mask=loss_mask, document=document, position=position)
 
-    def muted(self) -> "Batch":
+    def without_supervision(self) -> "Batch":
         """The same with nothing to train on."""
         return replace(self, loss_mask=torch.zeros_like(self.loss_mask))
 
@@ -91,12 +91,13 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rewrite:
-    """Who writes the assistant's turns anew before they are tokenised (`parity.model.target.chat.regenerate`)."""
+class TurnRewriter:
+    """Who writes the assistant's turns anew before they are tokenised
+    (`parity.model.target.chat.regenerate_locally`)."""
 
     key: str
     """Hash of whatever the new turns depend on."""
-    write: Callable[[list[list[chat.Message]]], list[list[chat.Message]]]
+    write: Callable[[list[list[chat.ChatMessage]]], list[list[chat.ChatMessage]]]
 
 
 def make_batch(documents: Sequence[Document], *, epoch: int, pad_to: int = 0) -> Batch:
@@ -121,7 +122,7 @@ def make_batch(documents: Sequence[Document], *, epoch: int, pad_to: int = 0) ->
 
 
 def read_documents(
-    data: DataPart, tokenizer: Any, *, split: corpus.Split = "train", rewrite: Rewrite | None = None
+    data: DataPart, tokenizer: Any, *, split: corpus.Split = "train", rewrite: TurnRewriter | None = None
 ) -> list[Document]:
     """All documents of a split, tokenised, or out of the cache. Raises ParityError for unusable input."""
     path = data.path if split == "train" or data.validation is None else data.validation
@@ -147,7 +148,7 @@ def _documents(
     split: corpus.Split,
     path: str | None,
     longest: int,
-    rewrite: Rewrite | None,
+    rewrite: TurnRewriter | None,
 ) -> Iterator[Document]:
     """Documents in the order of the source, cut to `longest`; those that no anchor fits are left out."""
     wanted = data.documents if split == "train" or path is not None else data.validation_documents
@@ -248,7 +249,7 @@ def _tokens(
         raise ParityError(f"{where}: {error.asked}", error.found, error.do) from error
 
 
-def _messages(record: Mapping[str, Any], where: str) -> list[chat.Message]:
+def _messages(record: Mapping[str, Any], where: str) -> list[chat.ChatMessage]:
     """The conversation of a record, OpenAI's names or ShareGPT's."""
     messages = record.get("messages")
     if messages is None and record.get("conversations") is not None:
@@ -271,7 +272,7 @@ def _cache_key(
     split: corpus.Split,
     path: str | None,
     longest: int,
-    rewrite: Rewrite | None,
+    rewrite: TurnRewriter | None,
 ) -> str:
     """Hash of everything the tokens depend on: contents of the source, tokenizer, template, settings."""
     digest = hashlib.sha256()
@@ -341,7 +342,7 @@ def _read_cache(file: Path) -> list[Document] | None:
 # --- packing and order --------------------------------------------------------------------------------
 
 
-def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
+def pack_documents(lengths: Sequence[int], length: int) -> list[list[int]]:
     """Numbers of documents, row by row: first fit among the last OPEN_ROWS rows.
 
     Raises ParityError for a document longer than a row.
@@ -365,7 +366,7 @@ def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Position:
+class StreamPosition:
     """Where in the data a run stands."""
 
     epoch: int = 0
@@ -373,7 +374,7 @@ class Position:
     """First row of the epoch that was not trained on yet."""
 
 
-class Feed:
+class BatchStream:
     """Groups of rows, one group an optimizer step, for ever; a function of (documents, seed, position) only."""
 
     def __init__(
@@ -383,10 +384,10 @@ class Feed:
         length: int,
         rows: int,
         seed: int,
-        position: Position | None = None,
+        position: StreamPosition | None = None,
     ) -> None:
         self.documents, self.length, self.rows, self.seed = documents, length, rows, seed
-        self.position = position or Position()
+        self.position = position or StreamPosition()
         self._packed: tuple[int, list[list[int]]] | None = None
 
     def epoch_rows(self, epoch: int) -> list[list[int]]:
@@ -394,7 +395,7 @@ class Feed:
         if self._packed is None or self._packed[0] != epoch:
             words = random_words(len(self.documents), seed=self.seed, epoch=epoch, sample_id=SHUFFLE)
             order = np.argsort(words, kind="stable")
-            rows = pack([len(self.documents[n]) for n in order], self.length)
+            rows = pack_documents([len(self.documents[n]) for n in order], self.length)
             self._packed = (epoch, [[int(order[n]) for n in row] for row in rows])
         return self._packed[1]
 
@@ -402,7 +403,7 @@ class Feed:
         """Optimizer steps that whole epochs take."""
         return sum(-(-len(self.epoch_rows(epoch)) // self.rows) for epoch in range(epochs))
 
-    def __iter__(self) -> "Feed":
+    def __iter__(self) -> "BatchStream":
         return self
 
     def __next__(self) -> list[list[Document]]:
@@ -411,5 +412,5 @@ class Feed:
         taken = rows[self.position.row : self.position.row + self.rows]
         after = self.position.row + len(taken)
         ended = after >= len(rows)
-        self.position = Position(epoch=self.position.epoch + ended, row=0 if ended else after)
+        self.position = StreamPosition(epoch=self.position.epoch + ended, row=0 if ended else after)
         return [[self.documents[number] for number in row] for row in taken]

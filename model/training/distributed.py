@@ -152,14 +152,14 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
         fully_shard(module)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full_tensor(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered (every rank must take part); any other as it is."""
     gather: Any = getattr(tensor, "full_tensor", None)
     gathered: Tensor = tensor if gather is None else gather()
     return gathered.detach()
 
 
-def like(tensor: Tensor, pattern: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, pattern: Tensor) -> Tensor:
     """A whole tensor on the pattern's device, sharded as the pattern is."""
     moved = tensor.to(pattern.device)
     mesh: Any = getattr(pattern, "device_mesh", None)

@@ -64,7 +64,7 @@ class Uniform:
     """Every supervised slot weighs 1."""
 
 
-Weights = ExpDecay | Dpace | Uniform
+SlotWeighting = ExpDecay | Dpace | Uniform
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ class LossConfig:
 
     terms: Mapping[str, float]
     """Term name -> its factor; a mixture is their sum."""
-    weights: Weights
+    weights: SlotWeighting
     """How slots weigh against each other."""
     reduction: Reduction = "weighted_mean"
     """What the weighted sum is divided by."""
@@ -100,7 +100,7 @@ class LossConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Teacher:
+class TeacherStates:
     """The target's distribution at every slot, kept as states: logits are formed chunk by chunk."""
 
     states: Tensor
@@ -148,7 +148,7 @@ Term = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Pair:
+class DraftTeacherPair:
     """Draft q and teacher p at n slots, as probabilities and logarithms, each [n, V]."""
 
     q: Tensor
@@ -162,34 +162,34 @@ def _through_softmax(q: Tensor, slope: Tensor) -> Tensor:
     return q * (slope - (q * slope).sum(-1, keepdim=True))
 
 
-def _kl(pair: Pair, eta: float) -> Term:
+def _kl(pair: DraftTeacherPair, eta: float) -> Term:
     return (pair.p * (pair.log_p - pair.log_q)).sum(-1), pair.q - pair.p
 
 
-def _rkl(pair: Pair, eta: float) -> Term:
+def _rkl(pair: DraftTeacherPair, eta: float) -> Term:
     ratio = pair.log_q - pair.log_p
     return (pair.q * ratio).sum(-1), _through_softmax(pair.q, ratio)
 
 
-def _js(pair: Pair, eta: float) -> Term:
+def _js(pair: DraftTeacherPair, eta: float) -> Term:
     log_m = torch.logaddexp(pair.log_p, pair.log_q) - math.log(2)
     from_q = pair.log_q - log_m
     value = (pair.p * (pair.log_p - log_m)).sum(-1) + (pair.q * from_q).sum(-1)
     return value / 2, _through_softmax(pair.q, from_q / 2)
 
 
-def _tv(pair: Pair, eta: float) -> Term:
+def _tv(pair: DraftTeacherPair, eta: float) -> Term:
     gap = pair.p - pair.q
     return gap.abs().sum(-1) / 2, _through_softmax(pair.q, -(gap > 0).to(gap.dtype))
 
 
-def _nla(pair: Pair, eta: float) -> Term:
+def _nla(pair: DraftTeacherPair, eta: float) -> Term:
     distance, slope = _tv(pair, eta)
     overlap = (1 - distance).clamp_min(torch.finfo(distance.dtype).tiny)
     return -overlap.log(), slope / overlap[:, None]
 
 
-def _lk(pair: Pair, eta: float) -> Term:
+def _lk(pair: DraftTeacherPair, eta: float) -> Term:
     divergence, divergence_slope = _kl(pair, eta)
     distance, distance_slope = _tv(pair, eta)
     share = torch.exp(-eta * (1 - distance))
@@ -197,7 +197,7 @@ def _lk(pair: Pair, eta: float) -> Term:
     return share * divergence + (1 - share) * distance, slope
 
 
-SOFT_TERMS: dict[str, Callable[[Pair, float], Term]] = {
+SOFT_TERMS: dict[str, Callable[[DraftTeacherPair, float], Term]] = {
     "kl": _kl,
     "rkl": _rkl,
     "js": _js,
@@ -208,7 +208,7 @@ SOFT_TERMS: dict[str, Callable[[Pair, float], Term]] = {
 """Terms against the teacher's distribution, by the recipe's names."""
 
 
-def slot_weights(weights: Weights, supervised: Tensor, confidence: Tensor) -> Tensor:
+def slot_weights(weights: SlotWeighting, supervised: Tensor, confidence: Tensor) -> Tensor:
     """w [A, B], zero where not supervised. supervised bool [A, B], confidence q[label] [A, B]."""
     on = supervised.to(confidence.dtype)
     match weights:
@@ -230,7 +230,7 @@ def objective(
     supervised: Tensor,
     config: LossConfig,
     *,
-    teacher: Teacher | None = None,
+    teacher: TeacherStates | None = None,
     samples: int = 1,
 ) -> Objective:
     """The objective of one batch.
@@ -261,7 +261,7 @@ def objective(
 
 
 @torch.no_grad()
-def teacher_labels(teacher: Teacher, supervised: Tensor, chunk_slots: int = 128) -> Tensor:
+def teacher_labels(teacher: TeacherStates, supervised: Tensor, chunk_slots: int = 128) -> Tensor:
     """The teacher's argmax at every supervised slot, [A, B], -1 elsewhere; a state meets the head once."""
     states, where = teacher.index[supervised].unique(return_inverse=True)
     best = [_logits(teacher.states[part], teacher.head).argmax(-1) for part in states.split(chunk_slots)]
@@ -278,7 +278,7 @@ class _Batch:
     labels: Tensor
     supervised: Tensor
     config: LossConfig
-    teacher: Teacher | None
+    teacher: TeacherStates | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -334,7 +334,7 @@ def _soft_terms(
     heat = config.temperature
     if heat != 1.0:
         log_q, log_p = ((x / heat).log_softmax(-1) for x in (log_q, log_p))
-    pair = Pair(q=log_q.exp(), log_q=log_q, p=log_p.exp(), log_p=log_p)
+    pair = DraftTeacherPair(q=log_q.exp(), log_q=log_q, p=log_p.exp(), log_p=log_p)
     for name, factor in config.terms.items():
         if name != "ce":
             values[name], term_slope = SOFT_TERMS[name](pair, config.lk_eta)

@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from parity.errors import ParityError
-from parity.model.dflash.decode import DecodeConfig, Ends, Recorded, greedy, offline_tau, tau
+from parity.model.dflash.decode import DecodeConfig, EmbeddingAndHead, RecordedText, greedy, offline_tau, tau
 from parity.model.dflash.drafter import Drafter
 from parity.model.dflash.step import StepOutput
-from parity.model.recipe.config import Training
+from parity.model.recipe.config import TrainingFile
 from parity.model.training.data import Document
-from parity.model.training.states import Parts
+from parity.model.training.states import SharedModules
 
 TAU_TOKENS = 64
 """Generated tokens of a prompt: enough for several blocks, few enough for a validation."""
 
 
-def tau_of(training: Training, parts: Parts, documents: Sequence[Document]) -> Callable[[Drafter], float]:
+def tau_of(
+    training: TrainingFile, parts: SharedModules, documents: Sequence[Document]
+) -> Callable[[Drafter], float]:
     """Measures tau at temperature 0 on what stands before the answers of `documents`.
 
     The target writes its own text once, at the first call; drafts are compared with it from then on. Raises
@@ -36,16 +38,16 @@ def tau_of(training: Training, parts: Parts, documents: Sequence[Document]) -> C
         max_new_tokens=TAU_TOKENS,
         stop_ids=tuple(stop) if isinstance(stop, list) else () if stop is None else (int(stop),),
     )
-    records: list[Recorded] = []
+    records: list[RecordedText] = []
 
     def measure(drafter: Drafter) -> float:
         records[:] = records or [greedy(target, prompt, config) for prompt in prompts if prompt]
-        return tau(offline_tau(drafter, Ends.of(target), records, max_new_tokens=TAU_TOKENS))
+        return tau(offline_tau(drafter, EmbeddingAndHead.of(target), records, max_new_tokens=TAU_TOKENS))
 
     return measure
 
 
-class TensorBoard:
+class TrainingTensorBoard:
     """An observer that writes the log's figures for TensorBoard, into OUT/tensorboard."""
 
     def __init__(self, out: Path) -> None:

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from parity.errors import ParityError
 from parity.model.recipe.check import check_layers
-from parity.model.recipe.config import Recipe, Training
-from parity.model.target.backends import Backend, isolate, parse
-from parity.model.target.load import Target, TargetSpec, forward, load
+from parity.model.recipe.config import Recipe, TrainingFile
+from parity.model.target.backends import Backend, isolate, parse_backend
+from parity.model.target.load import Target, TargetSpec, forward, load_target
 from parity.model.target.load import source as found_at
 from parity.model.tiny import embedded
 from parity.model.training.data import Batch, Document
@@ -37,7 +37,7 @@ TEACHER_FINAL = {"pre": "final.prenorm", "post": "final.postnorm"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Captured:
+class StepStates:
     """What a step starts from."""
 
     states: Tensor
@@ -51,11 +51,11 @@ class Captured:
 class StateSource(Protocol):
     """Gives the captured states of a row."""
 
-    def __call__(self, batch: Batch) -> Captured: ...
+    def __call__(self, batch: Batch) -> StepStates: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Parts:
+class SharedModules:
     """What the drafter shares with the target, frozen, and what it takes its sizes from."""
 
     embed: Tensor
@@ -82,11 +82,11 @@ class Parts:
         return found
 
     @classmethod
-    def of(cls, target: Target) -> "Parts":
+    def of(cls, target: Target) -> "SharedModules":
         """Those of a loaded target. Raises ParityError where it has no head, or one with a bias."""
-        from parity.model.dflash.decode import Ends
+        from parity.model.dflash.decode import EmbeddingAndHead
 
-        ends = Ends.of(target)
+        ends = EmbeddingAndHead.of(target)
         return cls(
             embed=ends.embed,
             head=ends.head,
@@ -109,7 +109,7 @@ def taps_of(recipe: Recipe) -> tuple[str, ...]:
     return tuple(taps)
 
 
-def _joined(batch: Batch, recipe: Recipe, documents: Sequence[Tensor]) -> Captured:
+def _join_documents(batch: Batch, recipe: Recipe, documents: Sequence[Tensor]) -> StepStates:
     """Documents' states [T, N, D] one after the other, zeros on padding."""
     states = torch.cat(list(documents))
     padding = len(batch.tokens) - len(states)
@@ -117,7 +117,7 @@ def _joined(batch: Batch, recipe: Recipe, documents: Sequence[Tensor]) -> Captur
         states = torch.cat((states, states.new_zeros(padding, *states.shape[1:])))
     taps = taps_of(recipe)
     conditioning = len(recipe.conditioning.layers)
-    return Captured(states=states.to(batch.tokens.device), taps=taps, conditioning=conditioning)
+    return StepStates(states=states.to(batch.tokens.device), taps=taps, conditioning=conditioning)
 
 
 class OnlineStates:
@@ -136,23 +136,25 @@ class OnlineStates:
         self.taps = taps_of(recipe)
         self._room, self._kept = keep_mib << 20, dict[bytes, Tensor]()
 
-    def __call__(self, batch: Batch) -> Captured:
+    def __call__(self, batch: Batch) -> StepStates:
         """Raises ParityError where another backend than the recipe's computed the linear layers."""
-        return _joined(batch, self.recipe, [self.document(batch.tokens[span]) for _, span in batch.spans()])
+        return _join_documents(
+            batch, self.recipe, [self.document(batch.tokens[span]) for _, span in batch.spans()]
+        )
 
     def document(self, tokens: Tensor) -> Tensor:
         """States [T, N, D] of one document."""
         key = tokens.cpu().numpy().tobytes()
         if key in self._kept:
             return self._kept[key]
-        states = self._computed(tokens.tolist())
+        states = self._compute_states(tokens.tolist())
         size = states.numel() * states.element_size()
         if size <= self._room:
             self._room -= size
             self._kept[key] = states
         return states
 
-    def _computed(self, ids: list[int]) -> Tensor:
+    def _compute_states(self, ids: list[int]) -> Tensor:
         names = list(dict.fromkeys(self.taps))
         made = forward(self.target, ids, backend=self.backend, taps=names, problems=self.problems)
         if not made.proof.valid:
@@ -177,7 +179,7 @@ class TraceStates:
             raise ParityError(f"states from {trace.path}", found, "use a plain capture")
         self._whole = {entry.token_ids: entry.id for entry in trace.requests}
 
-    def __call__(self, batch: Batch) -> Captured:
+    def __call__(self, batch: Batch) -> StepStates:
         """Raises ParityError for a document that the trace does not hold."""
         documents = []
         for sample, span in batch.spans():
@@ -188,7 +190,7 @@ class TraceStates:
                 raise ParityError(f"states of sample {sample} from {self.trace.path}", found, do)
             slices = [self.trace.tensor(request, name)[: len(ids)] for name in self.taps]
             documents.append(torch.stack(slices, dim=1))
-        return _joined(batch, self.recipe, documents)
+        return _join_documents(batch, self.recipe, documents)
 
     def _longer(self, ids: tuple[int, ...]) -> str | None:
         """A request that begins with these tokens: states do not depend on what follows."""
@@ -199,7 +201,7 @@ class SpeculatorsStates:
     """speculators' hs_{row}.safetensors: token_ids [T] and hidden_states [T, L + 1, D], the last slice being the
     final layer's output before the final norm."""
 
-    def __init__(self, recipe: Recipe, folder: Path, parts: Parts) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, parts: SharedModules) -> None:
         self.recipe, self.folder, self.parts = recipe, folder, parts
         self.conditioning = len(recipe.conditioning.layers)
         if not folder.is_dir() or not any(folder.glob("hs_*.safetensors")):
@@ -208,10 +210,10 @@ class SpeculatorsStates:
             found = "such files hold the conditioning layers and the final state only"
             raise ParityError(f"recipe.teacher.state: {recipe.teacher.state}", found, "write state: final")
 
-    def __call__(self, batch: Batch) -> Captured:
+    def __call__(self, batch: Batch) -> StepStates:
         """Raises ParityError for a file that is missing, or of other tokens or layers."""
         documents = [self._document(sample, batch.tokens[span]) for sample, span in batch.spans()]
-        return _joined(batch, self.recipe, documents)
+        return _join_documents(batch, self.recipe, documents)
 
     def _document(self, sample: int, tokens: Tensor) -> Tensor:
         from safetensors import safe_open
@@ -281,9 +283,9 @@ class SyntheticTarget(nn.Module):
     @property
     def ends(self) -> Any:
         """Embedding and head, as the draft-verify loop takes them."""
-        from parity.model.dflash.decode import Ends
+        from parity.model.dflash.decode import EmbeddingAndHead
 
-        return Ends(embed=self.embed.detach(), head=self.head.detach())
+        return EmbeddingAndHead(embed=self.embed.detach(), head=self.head.detach())
 
     def session(self, layers: Sequence[int], rollback: str = "restore") -> "SyntheticSession":
         """A text to be written; `rollback` makes no difference without a cache."""
@@ -317,15 +319,15 @@ class SyntheticStates:
     def __init__(self, recipe: Recipe, target: SyntheticTarget) -> None:
         self.recipe, self.target, self.taps = recipe, target, taps_of(recipe)
 
-    def __call__(self, batch: Batch) -> Captured:
+    def __call__(self, batch: Batch) -> StepStates:
         documents = []
         for _, span in batch.spans():
             made = self.target(batch.tokens[span])
             documents.append(torch.stack([made[name] for name in self.taps], dim=1))
-        return _joined(batch, self.recipe, documents)
+        return _join_documents(batch, self.recipe, documents)
 
 
-def open_target(training: Training) -> tuple[Parts, StateSource, Any]:
+def open_target(training: TrainingFile) -> tuple[SharedModules, StateSource, Any]:
     """The target's parts, the state source and the tokenizer that a training file asks for.
 
     Raises ParityError where something is missing, or where layers are named that the target lacks.
@@ -333,10 +335,10 @@ def open_target(training: Training) -> tuple[Parts, StateSource, Any]:
     recipe, run = training.recipe, training.run
     if recipe.target.model.startswith("synthetic:"):
         return (*synthetic(training), embedded.tokenizer())
-    backend = parse(recipe.target.backend)
+    backend = parse_backend(recipe.target.backend)
     problems = isolate(backend) if "transformers" not in sys.modules else ()
-    target = load(target_spec(recipe, run.device))
-    parts = Parts.of(target)
+    target = load_target(target_spec(recipe, run.device))
+    parts = SharedModules.of(target)
     check_layers(recipe, parts.layers)
     source = _offline(training, parts)
     if source is None:
@@ -344,7 +346,7 @@ def open_target(training: Training) -> tuple[Parts, StateSource, Any]:
     return parts, source, tokenizer_of(recipe)
 
 
-def _offline(training: Training, parts: Parts) -> StateSource | None:
+def _offline(training: TrainingFile, parts: SharedModules) -> StateSource | None:
     """States from files, or None where the target is to compute them."""
     recipe, states = training.recipe, training.run.states
     if states.kind == "trace":
@@ -377,7 +379,7 @@ def tokenizer_of(recipe: Recipe) -> Any:
         raise ParityError(asked, found, "check recipe.target.model") from error
 
 
-def synthetic(training: Training) -> tuple[Parts, StateSource]:
+def synthetic(training: TrainingFile) -> tuple[SharedModules, StateSource]:
     """Parts and states of the stand-in `synthetic:unit`. Raises ParityError for another name."""
     recipe, run = training.recipe, training.run
     if recipe.target.model != "synthetic:unit":
@@ -392,7 +394,7 @@ def synthetic(training: Training) -> tuple[Parts, StateSource]:
     layers = SYNTHETIC["num_hidden_layers"]
     check_layers(recipe, layers)
     ends = {"embed": target.embed, "head": target.head, "norm": target.norm}
-    parts = Parts(**ends, layers=layers, config=config, stand_in=target)  # type: ignore[arg-type]
+    parts = SharedModules(**ends, layers=layers, config=config, stand_in=target)  # type: ignore[arg-type]
     return parts, _offline(training, parts) or SyntheticStates(recipe, target)
 
 

@@ -25,17 +25,24 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.dflash.step import StepOutput, Wiring, new_drafter
-from parity.model.recipe.config import SchedulePart, Training, dump
+from parity.model.dflash.step import StepOutput, TrainingStep, new_drafter
+from parity.model.recipe.config import SchedulePart, TrainingFile, dump
 from parity.model.training import checkpoint, distributed
-from parity.model.training.data import Batch, Document, Feed, Position, make_batch, pack
+from parity.model.training.data import (
+    Batch,
+    BatchStream,
+    Document,
+    StreamPosition,
+    make_batch,
+    pack_documents,
+)
 from parity.model.training.distributed import Ranks
 from parity.model.training.loss import Objective
-from parity.model.training.states import Parts, StateSource
+from parity.model.training.states import SharedModules, StateSource
 
 VALIDATION_EPOCH = 2**62
 """Validation draws its anchors in an epoch that training never reaches, and always the same ones."""
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """AdamW's state of one parameter."""
 
 
@@ -50,7 +57,7 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class RunEnd:
     """How a call of `run` ended."""
 
     step: int
@@ -68,7 +75,7 @@ class Outcome:
         return [record["loss"] for record in self.records if record["event"] == "step"]
 
 
-class Sums:
+class StepSums:
     """What a step or a validation adds up over forward passes and ranks, in float64."""
 
     def __init__(self, terms: Sequence[str], block_size: int) -> None:
@@ -110,7 +117,7 @@ class Sums:
         return float(self.values[4])
 
 
-def rate(schedule: SchedulePart, peak: float, step: int, total: int) -> float:
+def learning_rate_at(schedule: SchedulePart, peak: float, step: int, total: int) -> float:
     """Learning rate of the step that follows `step` done ones: linear warmup, then a cosine."""
     warmup = round(schedule.warmup * total)
     if step < warmup:
@@ -125,8 +132,8 @@ class Trainer:
 
     def __init__(
         self,
-        training: Training,
-        parts: Parts,
+        training: TrainingFile,
+        parts: SharedModules,
         source: StateSource,
         documents: Sequence[Document],
         validation: Sequence[Document] = (),
@@ -147,10 +154,10 @@ class Trainer:
         self.config = self.drafter.config
         if run.parallel == "fsdp2":
             distributed.shard(self.drafter, self.ranks)
-        self.wiring = Wiring(training, parts, self.drafter)
+        self.wiring = TrainingStep(training, parts, self.drafter)
         self.parameters = {n: p for n, p in self.drafter.named_parameters() if p.requires_grad}
         self.optimizer = self._new_optimizer()
-        self.feed = Feed(documents, length=run.data.length, rows=run.batch.rows, seed=run.seed)
+        self.feed = BatchStream(documents, length=run.data.length, rows=run.batch.rows, seed=run.seed)
         self.validation = list(validation)
         self.step_number, self.seconds, self.best_loss = 0, 0.0, math.inf
         self.total = run.schedule.steps or self.feed.steps(run.schedule.epochs or 1)
@@ -191,7 +198,7 @@ class Trainer:
             if len(part):
                 made.append(make_batch([each for row in part for each in rows[row]], epoch=epoch))
             elif self.ranks.world > 1:
-                made.append(make_batch(rows[0][:1], epoch=epoch).muted())
+                made.append(make_batch(rows[0][:1], epoch=epoch).without_supervision())
         return made
 
     def update(self) -> dict[str, Any]:
@@ -209,7 +216,9 @@ class Trainer:
                 sums.add(output.objective, batch)
         sums.values = self.ranks.sum(sums.values)
         norm = self._divide_and_clip(sums.denominator)
-        now = rate(self.training.run.schedule, self.training.run.optimizer.lr, self.step_number, self.total)
+        now = learning_rate_at(
+            self.training.run.schedule, self.training.run.optimizer.lr, self.step_number, self.total
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = now
         self.optimizer.step()
@@ -228,7 +237,7 @@ class Trainer:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         factor = (self.ranks.world if sharded else 1) / (denominator if denominator > 0 else 1.0)
         torch._foreach_mul_(gradients, factor)  # fully_shard gives the mean over ranks, we want the sum
-        norm = float(distributed.whole(torch.nn.utils.get_total_norm(gradients)))
+        norm = float(distributed.gather_full_tensor(torch.nn.utils.get_total_norm(gradients)))
         clip = self.training.run.optimizer.clip
         if not math.isfinite(norm):
             found = f"a gradient norm of {norm}"
@@ -238,20 +247,20 @@ class Trainer:
             torch._foreach_mul_(gradients, clip / norm)
         return norm
 
-    def _sums(self) -> Sums:
-        return Sums(list(self.training.recipe.loss.terms), self.training.recipe.block.size)
+    def _sums(self) -> StepSums:
+        return StepSums(list(self.training.recipe.loss.terms), self.training.recipe.block.size)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
         """Validation loss, accuracy per slot, accepted length; the same anchors every time, no noise."""
         sums = self._sums()
         self.drafter.eval()
-        rows = pack([len(document) for document in self.validation], self.training.run.data.length)
+        rows = pack_documents([len(document) for document in self.validation], self.training.run.data.length)
         padded = -(-len(rows) // self.ranks.world) * self.ranks.world
         for index in range(self.ranks.rank, padded, self.ranks.world):
             row = [self.validation[n] for n in rows[min(index, len(rows) - 1)]]
             batch = make_batch(row, epoch=VALIDATION_EPOCH)
-            batch = batch if index < len(rows) else batch.muted()
+            batch = batch if index < len(rows) else batch.without_supervision()
             output = self.step(batch, training=False)
             if batch.loss_mask.any():
                 sums.add(output.objective, batch)
@@ -268,7 +277,7 @@ class Trainer:
         *,
         stop_after: int | None = None,
         show: Callable[[Mapping[str, Any]], None] = lambda record: None,
-    ) -> Outcome:
+    ) -> RunEnd:
         """Train to the end of the schedule, or to step `stop_after`, or until a signal; saves on the way.
 
         show: called with every line of the log.
@@ -305,7 +314,7 @@ class Trainer:
                     saved = self.step_number
             if saved != self.step_number:
                 self.save()
-        return Outcome(
+        return RunEnd(
             step=self.step_number,
             finished=self.step_number >= self.total,
             interrupted=self.stop_asked,
@@ -327,11 +336,13 @@ class Trainer:
         """Write a checkpoint, atomically; every rank takes part where parameters are sharded."""
         if self.out is None:
             return
-        model = {name: distributed.whole(value) for name, value in self.drafter.state_dict().items()}
+        model = {
+            name: distributed.gather_full_tensor(value) for name, value in self.drafter.state_dict().items()
+        }
         optimizer = {"rng.torch": torch.get_rng_state()}
         for name, parameter in self.parameters.items():
             for moment, value in self.optimizer.state.get(parameter, {}).items():
-                optimizer[f"{name}.{moment}"] = distributed.whole(value)
+                optimizer[f"{name}.{moment}"] = distributed.gather_full_tensor(value)
         state = {
             "position": asdict(self.feed.position),
             "best_loss": self.best_loss if math.isfinite(self.best_loss) else None,
@@ -353,22 +364,26 @@ class Trainer:
 
     def _resume(self, out: Path) -> None:
         """Go on from the newest checkpoint. Raises ParityError where it was made by another training file."""
-        folders = sorted(p for p in (out / "checkpoints").glob("step-*") if checkpoint.NAME.fullmatch(p.name))
+        folders = sorted(
+            p for p in (out / "checkpoints").glob("step-*") if checkpoint.CHECKPOINT_NAME.fullmatch(p.name)
+        )
         if self.ranks.first:
             checkpoint.write_text(out / checkpoint.TRAINING, dump(self.training)) if not folders else None
         if not folders:
             if self.ranks.first:
                 checkpoint.cut_log(out / "log.jsonl", 0)
             return
-        saved = checkpoint.read(folders[-1])
-        differ = checkpoint.differences(saved.training, self.training)
+        saved = checkpoint.read_checkpoint_folder(folders[-1])
+        differ = checkpoint.checkpoint_differences(saved.training, self.training)
         if differ:
             do = "repeat the settings it was started with, or choose another --out"
             raise ParityError(f"to go on with {folders[-1]}", f"it was trained with {'; '.join(differ)}", do)
         own = self.drafter.state_dict()
-        self.drafter.load_state_dict({n: distributed.like(v, own[n]) for n, v in saved.model.items()})
+        self.drafter.load_state_dict({n: distributed.shard_like(v, own[n]) for n, v in saved.model.items()})
         for name, parameter in self.parameters.items():
-            state = {m: saved.optimizer[f"{name}.{m}"] for m in MOMENTS if f"{name}.{m}" in saved.optimizer}
+            state = {
+                m: saved.optimizer[f"{name}.{m}"] for m in ADAM_MOMENTS if f"{name}.{m}" in saved.optimizer
+            }
             if state:
                 fused = self.optimizer.defaults["fused"]  # only then AdamW wants its counter on the device
                 placed = {
@@ -377,7 +392,7 @@ class Trainer:
                 }
                 self.optimizer.state[parameter] = placed
         torch.set_rng_state(saved.optimizer["rng.torch"])
-        self.feed.position = Position(**saved.state["position"])
+        self.feed.position = StreamPosition(**saved.state["position"])
         self.step_number, self.seconds = saved.step, saved.state["seconds"]
         self.best_loss = math.inf if saved.state["best_loss"] is None else saved.state["best_loss"]
         if self.ranks.first:
@@ -391,7 +406,7 @@ class Trainer:
 
 def _beside(value: Tensor, parameter: Tensor) -> Tensor:
     """A moment where its parameter is, sharded as that is; a counter only moved."""
-    return distributed.like(value, parameter) if value.ndim else value.to(parameter.device)
+    return distributed.shard_like(value, parameter) if value.ndim else value.to(parameter.device)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from parity.errors import ParityError
 from parity.model.target import backends
 
 TAIL_LINES = 15
-Progress = Callable[[dict[str, Any]], None]
+CaptureProgress = Callable[[dict[str, Any]], None]
 
 
 class WorkerCrash(Exception):
@@ -45,7 +45,7 @@ class Worker:
 
     def __init__(self, backend: str, *, hide: Sequence[str] = (), threads: int = 1) -> None:
         """Start it. Raises ParityError for a backend that cannot run on this machine."""
-        choice = backends.parse(backend)
+        choice = backends.parse_backend(backend)
         why = backends.missing(choice)
         if why:
             raise ParityError(
@@ -82,7 +82,7 @@ class Worker:
                 ):  # what was still to be sent to a dead process is lost, and may be
                     stream.close()
 
-    def call(self, do: str, progress: Progress | None = None, **job: Any) -> dict[str, Any]:
+    def call(self, do: str, progress: CaptureProgress | None = None, **job: Any) -> dict[str, Any]:
         """Do one job and wait for its result. Raises ParityError as the job did, WorkerCrash where it died."""
         if not self._started:
             self._answer(None)
@@ -98,7 +98,7 @@ class Worker:
         except (BrokenPipeError, OSError):
             pass  # it died: reading the answer says how
 
-    def _answer(self, progress: Progress | None) -> dict[str, Any]:
+    def _answer(self, progress: CaptureProgress | None) -> dict[str, Any]:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             answer = json.loads(line)
@@ -159,7 +159,7 @@ def capture_with(
     requests: Sequence[dict[str, Any]],
     out: Path,
     *,
-    progress: Progress | None = None,
+    progress: CaptureProgress | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """One trace by one worker. `options` are those of `model.capturing.capture`."""
@@ -182,7 +182,7 @@ def capture_with(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Captured:
+class CaptureResult:
     """What `parity capture` did."""
 
     out: Path
@@ -232,7 +232,7 @@ def capture_to(
     sketch: bool = False,
     threads: int = 1,
     hide: Sequence[str] = (),
-) -> Captured:
+) -> CaptureResult:
     """Capture one trace of a prompt file; the function behind `parity capture`.
 
     Under torchrun each rank computes its share and rank 0 finishes the trace. Raises ParityError for
@@ -258,7 +258,7 @@ def capture_to(
             rank=rank,
             world=world,
         )
-    return Captured(
+    return CaptureResult(
         out=out,
         backend=worker.backend,
         requests=len(requests),
@@ -271,7 +271,7 @@ def capture_to(
 
 
 @contextmanager
-def _progress(label: str) -> Iterator[Progress]:
+def _progress(label: str) -> Iterator[CaptureProgress]:
     """A progress bar on standard error where that is a terminal; silent where it is not."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn

@@ -41,7 +41,7 @@ class _Reached(Exception):
     """The last layer that was asked for has run: what comes behind it is not needed."""
 
 
-class Grafts:
+class LayerRunner:
     """Runs decoder layers `start` to `stop` of a target on given states. Use as a context manager."""
 
     def __init__(self, target: Target, backend: Backend) -> None:
@@ -53,7 +53,7 @@ class Grafts:
         self._tuples: list[bool] = []
         self._ran: set[int] = set()
 
-    def __enter__(self) -> "Grafts":
+    def __enter__(self) -> "LayerRunner":
         self._tuples = self._returns_tuples()
         self._calls.__enter__()
         return self
@@ -125,7 +125,7 @@ def _passing(as_tuple: bool) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class GraftStep:
     """Side B's state put in at layer `start`; side A's at layer `stop - 1` against side B's."""
 
     start: int
@@ -148,10 +148,10 @@ class Bisection:
     """Ranges [first, last] that fail while their halves do not: error that no single layer adds."""
     unseen: tuple[tuple[int, int], ...]
     """Ranges [first, last] that fail, between two states of which side B holds none in between."""
-    rest: tuple[Step, ...]
+    rest: tuple[GraftStep, ...]
     """The rest of the model with side B's state put in behind each layer or range that fails; the last one passes
     unless MOST_FAULTS were found."""
-    steps: tuple[Step, ...]
+    steps: tuple[GraftStep, ...]
     requests: int
     tokens: int
     proof: BackendProof
@@ -212,7 +212,7 @@ class Bisection:
         )
 
 
-def bisect(grafts: Grafts, reference: Trace, *, requests: Sequence[str] | None = None) -> Bisection:
+def bisect(grafts: LayerRunner, reference: Trace, *, requests: Sequence[str] | None = None) -> Bisection:
     """Find the layers of side A (`grafts`) that add error, measured against the states of side B (`reference`).
 
     Of `requests` (all by default) the first are run, up to MOST_ROWS tokens. Raises ParityError where the reference
@@ -220,7 +220,7 @@ def bisect(grafts: Grafts, reference: Trace, *, requests: Sequence[str] | None =
     """
     search = _Search(grafts, reference, _chosen(reference, requests))
     ends = search.points
-    found, rest = list[int](), list[Step]()
+    found, rest = list[int](), list[GraftStep]()
     spread, unseen = list[tuple[int, int]](), list[tuple[int, int]]()
     place, whole = 0, search.step(ends[0], ends[-1])
     while whole.fails and len(rest) < MOST_FAULTS:
@@ -262,10 +262,10 @@ def _chosen(reference: Trace, requests: Sequence[str] | None) -> list[RequestEnt
 class _Search:
     """Steps of one bisection; each is run once."""
 
-    def __init__(self, grafts: Grafts, reference: Trace, entries: list[RequestEntry]) -> None:
+    def __init__(self, grafts: LayerRunner, reference: Trace, entries: list[RequestEntry]) -> None:
         self.grafts, self.reference, self.entries = grafts, reference, entries
         self.points = _points(grafts.target, reference)
-        self.steps: dict[tuple[int, int], Step] = {}
+        self.steps: dict[tuple[int, int], GraftStep] = {}
 
     def first(self, place: int) -> tuple[int, int]:
         """Of a failing range from point number `place` to the last: the first failing range, between two neighbouring
@@ -281,7 +281,7 @@ class _Search:
                 break
         return low, high
 
-    def step(self, start: int, stop: int) -> Step:
+    def step(self, start: int, stop: int) -> GraftStep:
         """Run layers `start` to `stop` from side B's state, and judge the state they end in."""
         if (start, stop) not in self.steps:
             errors, gaps = list[NDArray[np.floating]](), list[NDArray[np.floating]]()
@@ -304,7 +304,7 @@ class _Search:
                 gaps.append(stats.cosine_gap())
             evidence = TapEvidence(error=np.concatenate(errors), cosine_gap=np.concatenate(gaps))
             rules = rules_for(tap, coarsest(info.dtype, *dtypes), stop - start)
-            self.steps[start, stop] = Step(start=start, stop=stop, judgement=judge_tap(evidence, rules))
+            self.steps[start, stop] = GraftStep(start=start, stop=stop, judgement=judge_tap(evidence, rules))
         return self.steps[start, stop]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parity.errors import ParityError
-from parity.model.target.openai_client import address, ask
+from parity.model.target.openai_client import address, post_request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +115,7 @@ def complete(prompt: Prompt, url: str, model: str, max_tokens: int, timeout: flo
             "/v1/completions",
             prompt.text if prompt.text is not None else list(prompt.token_ids or ()),
         )
-    answer, notes = ask(address(url, path), body, timeout)
+    answer, notes = post_request(address(url, path), body, timeout)
     try:
         choice = answer["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]

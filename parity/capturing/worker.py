@@ -29,7 +29,7 @@ def _end_with_the_parent() -> None:
     os._exit(1)
 
 
-def main() -> None:
+def serve_jobs() -> None:
     """Serve jobs until standard input ends, or the parent does."""
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -38,12 +38,12 @@ def main() -> None:
     def send(message: dict[str, Any]) -> None:
         answers.write(json.dumps(message) + "\n")
 
-    server: Server | None = None
+    server: JobServer | None = None
     for line in sys.stdin:
         job = json.loads(line)
         try:
             if server is None:
-                server = Server(job)
+                server = JobServer(job)
                 send({"ok": True})
             else:
                 send({"ok": True, "result": server.run(job, lambda **event: send({"progress": event}))})
@@ -53,11 +53,11 @@ def main() -> None:
             send({"ok": False, "traceback": traceback.format_exc()})
 
 
-class Server:
+class JobServer:
     """One backend, and the model loaded last."""
 
     def __init__(self, start: dict[str, Any]) -> None:
-        self.backend = backends.parse(start["backend"])
+        self.backend = backends.parse_backend(start["backend"])
         self.problems = backends.isolate(self.backend, start.get("hide", ()))
         import torch
 
@@ -82,13 +82,13 @@ class Server:
 
     def target(self, spec: dict[str, Any]) -> Any:
         """The model of that specification, loaded once."""
-        from parity.model.target.load import TargetSpec, load
+        from parity.model.target.load import TargetSpec, load_target
 
         spec = {**spec, "device_map": spec.get("device_map") or backends.device_map(self.backend)}
         wanted = TargetSpec(**spec)
         if wanted != self._spec:
             self._spec, self._target = None, None  # free the old model before the new one is read
-            self._target, self._spec = load(wanted), wanted
+            self._target, self._spec = load_target(wanted), wanted
         return self._target
 
     def describe(self, *, spec: dict[str, Any], progress: Callable[..., None]) -> dict[str, Any]:
@@ -179,10 +179,10 @@ class Server:
         """Bisect to the layers that add error, against a trace of the other side."""
         from dataclasses import asdict
 
-        from parity.capturing.graft import Grafts, bisect
+        from parity.capturing.graft import LayerRunner, bisect
         from parity.tracing.trace import Trace
 
-        with Grafts(self.target(spec), self.backend) as grafts:
+        with LayerRunner(self.target(spec), self.backend) as grafts:
             found = bisect(grafts, Trace.open(reference), requests=requests)
         return {
             "layers": found.layers,
@@ -193,7 +193,7 @@ class Server:
 
     def _backend(self, golden: bool) -> backends.Backend:
         """Golden needs the same modules hidden as torch, so that one worker can do both."""
-        return backends.parse("golden") if golden and self.backend.name == "torch" else self.backend
+        return backends.parse_backend("golden") if golden and self.backend.name == "torch" else self.backend
 
     def wrap(self, *, model: str, out: str, progress: Callable[..., None]) -> dict[str, Any]:
         """Build a vision-language model around a text model's weights."""
@@ -214,4 +214,4 @@ class Server:
 
 
 if __name__ == "__main__":
-    main()
+    serve_jobs()

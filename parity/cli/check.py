@@ -59,9 +59,9 @@ def check(
     )
     save_report(report, out)
     if report.conformance is not None:
-        from parity.gating.conformance import save
+        from parity.gating.conformance import save_conformance
 
-        save(report.conformance, out / "conformance.json")
+        save_conformance(report.conformance, out / "conformance.json")
     print_report(report)
     typer.echo(f"\nreport: {out / 'report.html'}")
     raise typer.Exit(int(exit_code(report)))

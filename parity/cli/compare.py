@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from parity.reports.record import Report
 
 
-class Align(StrEnum):
+class RowAlignmentChoice(StrEnum):
     """How rows without token ids are paired."""
 
     tokens = "tokens"
@@ -31,7 +31,8 @@ def compare(
         typer.Option("--map", help="YAML that names what a dump does not say: layers, axes, files."),
     ] = None,
     align: Annotated[
-        Align | None, typer.Option(help="Pair rows by token ids, or by order where a dump has none.")
+        RowAlignmentChoice | None,
+        typer.Option(help="Pair rows by token ids, or by order where a dump has none."),
     ] = None,
     policy: Annotated[Path | None, typer.Option(help="YAML or JSON with limits per tap.")] = None,
     floor: Annotated[Path | None, typer.Option(help="JSON with measured benign differences.")] = None,
@@ -58,26 +59,26 @@ def compare(
     Two conformance.json of checks are compared fact by fact.
     """
     from parity.cli.output import counting, report_folder
-    from parity.commands.compare import compared, reported
+    from parity.commands.compare import compare_sides, report_sides
     from parity.diagnosis.kinds import diagnose_or_why
     from parity.model.training.distributed import join, leave
 
     if a is not None and b is not None and live is None:
-        from parity.gating.conformance import compare_statements, is_statement, read
+        from parity.gating.conformance import compare_statements, is_statement, read_conformance
 
         if is_statement(a) and is_statement(b):
             files = {"file of A": str(a), "file of B": str(b)}
             if out is not None:
                 report_folder(out, "compare", files)
-            report = compare_statements(read(a), read(b))
+            report = compare_statements(read_conformance(a), read_conformance(b))
             _show(replace(report, subject=(*report.subject, *files.items())), out)
     if out is not None:
         sides = {"a (candidate)": str(a), "b (reference)": str(b)}
         report_folder(out, "compare", {"model asked for": str(live)} if a is None else sides)
     command = " ".join(["parity", *sys.argv[1:]])
     if live is not None:
-        from parity.live.report import joined, prepare, tokens_of
-        from parity.live.report import live as experiments
+        from parity.live.report import add_experiments, prepare, tokens_of
+        from parity.live.report import run_live as experiments
 
         prepare()
     if a is None or b is None:
@@ -89,7 +90,7 @@ def compare(
     ranks = join("cpu")
     try:
         with counting("compare", "tokens", ranks.first) as progress:
-            comparison, pair = compared(
+            comparison, pair = compare_sides(
                 a,
                 b,
                 golden=golden,
@@ -109,12 +110,12 @@ def compare(
     if not ranks.first:  # the first rank speaks, and its exit code is torchrun's
         raise typer.Exit(0)
     named = diagnose_or_why(comparison, pair.a.trace, pair.b.trace)
-    report = reported(comparison, pair, command, diagnosis=named)
+    report = report_sides(comparison, pair, command, diagnosis=named)
     if live is not None:
         begins = comparison.first_bad.request if comparison.first_bad is not None else None
         with counting("live", "experiments", True) as progress:
             ids = tokens_of(pair.a.trace.requests, begins)
-            report = joined(report, experiments(live, ids=ids, diagnosis=named, progress=progress))
+            report = add_experiments(report, experiments(live, ids=ids, diagnosis=named, progress=progress))
     _show(report, out)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parity.cli.show import Form
+from parity.cli.show import ReportFormat
 
 if TYPE_CHECKING:
     from parity.reports.record import Report
@@ -20,7 +20,7 @@ def env(
             help="How two sides differ: a report, a trace, `parity env --as json` of another machine, or `here`.",
         ),
     ] = None,
-    form: Annotated[Form, typer.Option("--as", help="How to paint it.")] = Form.text,
+    form: Annotated[ReportFormat, typer.Option("--as", help="How to paint it.")] = ReportFormat.text,
 ) -> None:
     """Show versions, devices, variables that can change numbers, and which backends run here."""
     from parity.cli.show import paint
@@ -29,12 +29,12 @@ def env(
         import torch  # noqa: F401 (imported so that devices are listed too)
     if diff is None:
         report = machine()
-        print(_plain(report) if form is Form.text else paint(report, form), end="")
+        print(_plain(report) if form is ReportFormat.text else paint(report, form), end="")
         return
     from parity.gating import environment as environment_diff
 
     a, b = (environment_diff.side_of(side) for side in diff)
-    print(paint(environment_diff.report_of(a, b, created=_now(), command=_command()), form), end="")
+    print(paint(environment_diff.environment_report(a, b, created=_now(), command=_command()), form), end="")
 
 
 def machine() -> "Report":
@@ -43,7 +43,7 @@ def machine() -> "Report":
     from parity.model.target import backends
     from parity.reports.record import Column, Report, Table
 
-    missing = {name: backends.missing(backends.parse(name)) for name in backends.SHORTHANDS}
+    missing = {name: backends.missing(backends.parse_backend(name)) for name in backends.SHORTHANDS}
     return Report(
         kind="env",
         title="What this machine would run",

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 
-class Which(StrEnum):
+class CheckpointChoice(StrEnum):
     """Which checkpoint of a run."""
 
     last = "last"
@@ -23,7 +23,9 @@ def evaluate(
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts as for capture; held-out ones by default.")
     ] = None,
-    which: Annotated[Which, typer.Option(help="The run's newest, or that of the lowest loss.")] = Which.last,
+    which: Annotated[
+        CheckpointChoice, typer.Option(help="The run's newest, or that of the lowest loss.")
+    ] = CheckpointChoice.last,
     max_prompts: Annotated[int, typer.Option(help="Prompts at most.", min=1)] = 120,
     new_tokens: Annotated[int, typer.Option(help="Tokens that a text may get.", min=2)] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 0.0,

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from parity.cli.eval import Which
+from parity.cli.eval import CheckpointChoice
 
 
-class Layout(StrEnum):
+class ExportLayout(StrEnum):
     """Layouts that other readers know."""
 
     zlab = "zlab"
@@ -18,9 +18,11 @@ class Layout(StrEnum):
 
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint in it.")],
-    to: Annotated[Layout, typer.Option(help="zlab (also SpecForge's) or speculators.")],
+    to: Annotated[ExportLayout, typer.Option(help="zlab (also SpecForge's) or speculators.")],
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
-    which: Annotated[Which, typer.Option(help="The run's newest, or that of the lowest loss.")] = Which.last,
+    which: Annotated[
+        CheckpointChoice, typer.Option(help="The run's newest, or that of the lowest loss.")
+    ] = CheckpointChoice.last,
     full_vocabulary: Annotated[
         bool, typer.Option("--full-vocabulary", help="zlab: leave a reduced vocabulary's maps out.")
     ] = False,

@@ -24,7 +24,7 @@ from parity.cli.output import complain
 from parity.cli.probes import probes
 from parity.cli.show import show
 from parity.cli.train import train
-from parity.errors import ExitCode, ParityError, refused
+from parity.errors import ExitCode, ParityError, is_write_refused
 
 app = typer.Typer(
     name="parity",
@@ -92,7 +92,7 @@ def run(arguments: list[str]) -> int:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # the parser's own usage errors
             error.show()
             return int(ExitCode.USAGE)
-        if refused(error):
+        if is_write_refused(error):
             complain(
                 str(ParityError(f"what `parity {' '.join(arguments[:1])}` writes", str(error), MAKE_ROOM))
             )

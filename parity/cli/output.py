@@ -103,7 +103,7 @@ def report_folder(path: Path, kind: str, about: Mapping[str, str] | None = None)
     try:
         if there[0] != REPORTS[0]:  # a page or a text without its record
             raise ParityError(f"a report in {path}", f"{there[0]} without a report.json", "move it away")
-        earlier = schema.read(path / REPORTS[0])
+        earlier = schema.read_report(path / REPORTS[0])
     except ParityError as error:
         found = f"{there[0]}, which parity did not write or cannot read ({error.found})"
     else:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from parity.reports.record import Report
 
 
-class Form(StrEnum):
+class ReportFormat(StrEnum):
     """How a report can be painted."""
 
     text = "text"
@@ -24,7 +24,7 @@ def show(
     report: Annotated[
         Path, typer.Argument(help="A report.json or the folder that holds it, or a run's steps.jsonl.")
     ],
-    form: Annotated[Form, typer.Option("--as", help="How to paint it.")] = Form.text,
+    form: Annotated[ReportFormat, typer.Option("--as", help="How to paint it.")] = ReportFormat.text,
     parquet: Annotated[
         Path | None,
         typer.Option(help="Folder to write every table to as parquet, instead of painting.", metavar="DIR"),
@@ -34,24 +34,24 @@ def show(
     from parity.reports import from_steps
 
     if parquet is None:
-        print(paint(from_steps.read(report), form), end="")
+        print(paint(from_steps.read_steps_report(report), form), end="")
         return
     from parity.reports import step_log, to_frame
 
     steps = from_steps.steps_file(report)
-    source = from_steps.read(report) if steps is None else step_log.read(steps)
-    for path in to_frame.export(source, parquet):
+    source = from_steps.read_steps_report(report) if steps is None else step_log.read_step_log(steps)
+    for path in to_frame.write_frames(source, parquet):
         typer.echo(path)
 
 
-def paint(report: "Report", form: Form) -> str:
+def paint(report: "Report", form: ReportFormat) -> str:
     """The report in that form; text in the terminal's width and colours."""
     import importlib
 
     from parity.cli.output import colour, width
     from parity.reports import to_text
 
-    if form is Form.text:
+    if form is ReportFormat.text:
         return to_text.paint(report, width=width(), colour=colour())
     painted: str = importlib.import_module(f"parity.reports.to_{form}").paint(report)
     return painted

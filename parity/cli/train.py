@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from parity.model.training.trainer import Trainer
-    from parity.watching.sinks import Panel
+    from parity.watching.sinks import TerminalPanel
 
-INTERRUPTED = 130
+INTERRUPTED_TEXT = 130
 LINES = 20
 """Lines that a piped run writes about its steps."""
 
@@ -60,12 +60,12 @@ def train(
 
     from parity.cli.output import exit_code, print_report, report_folder, save_report
     from parity.commands.train import train as run_train
-    from parity.watching.sinks import Panel
+    from parity.watching.sinks import TerminalPanel
 
     torch.set_num_threads(threads)
     report_folder(out, "train")
     console = Console(stderr=True)
-    panel = Panel(console, alone=False)
+    panel = TerminalPanel(console, alone=False)
     trained = run_train(
         recipe,
         out=out,
@@ -74,7 +74,7 @@ def train(
         stop_after=stop_after,
         resume=resume,
         say=lambda line: typer.echo(line, err=True),
-        watch=partial(progress, console=console, panel=panel),
+        watch=partial(training_progress, console=console, panel=panel),
         sinks=(panel,),
         command=shlex.join(["parity", *sys.argv[1:]]),
     )
@@ -85,7 +85,7 @@ def train(
         if trained.best and trained.best != trained.checkpoint:
             typer.echo(f"lowest validation loss: {trained.best}")
         typer.echo(f"report: {out / 'report.html'}")
-    raise typer.Exit(INTERRUPTED if trained.interrupted else int(exit_code(trained.report)))
+    raise typer.Exit(INTERRUPTED_TEXT if trained.interrupted else int(exit_code(trained.report)))
 
 
 def words(record: Mapping[str, Any]) -> str:
@@ -96,11 +96,13 @@ def words(record: Mapping[str, Any]) -> str:
     return f"validation {text}" + (f" tau {record['tau']:.2f}" if "tau" in record else "")
 
 
-Show = Callable[[Mapping[str, Any]], None]
+RecordPainter = Callable[[Mapping[str, Any]], None]
 
 
 @contextmanager
-def progress(trainer: "Trainer", console: "Console", panel: "Panel") -> Iterator[Show]:
+def training_progress(
+    trainer: "Trainer", console: "Console", panel: "TerminalPanel"
+) -> Iterator[RecordPainter]:
     """On standard error: a bar with the time left and the last step report on a terminal, some lines where it is
     piped."""
     total = trainer.total

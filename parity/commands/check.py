@@ -29,15 +29,15 @@ from parity.environment import environment
 from parity.errors import ParityError
 from parity.model.target import backends
 from parity.probes import ask
-from parity.probes.base import DTYPES, Answer, Evidence
+from parity.probes.base import CAPTURE_DTYPES, Evidence, ProbeAnswer
 from parity.probes.table import TABLE
 from parity.reports.record import Finding, Report, Suspicion, Value, Verdict
 from parity.tracing.trace import Trace
 
 if TYPE_CHECKING:
-    from parity.model.recipe.config import Recipe, TargetPart, Training
+    from parity.model.recipe.config import Recipe, TargetPart, TrainingFile
 
-BATCH = 4
+FLOOR_BATCH = 4
 """Rows of the batch whose noise is measured."""
 BLOCK = 8
 """Tokens a verify block holds in the serving check."""
@@ -51,7 +51,7 @@ GENERIC_PROMPTS = (
 
 def check(
     *,
-    recipe: "str | Path | Training | Recipe | None" = None,
+    recipe: "str | Path | TrainingFile | Recipe | None" = None,
     adapter: str | None = None,
     only: Sequence[str] = (),
     model: str | None = None,
@@ -75,7 +75,7 @@ def check(
     """
     began = time.monotonic()
     ask.check_names(only, [entry.name for entry in TABLE])
-    declared = _declared(recipe, adapter, model)
+    declared = _load_declared(recipe, adapter, model)
     asked = [entry for entry in TABLE if not only or entry.name in only]
     target = _named_target(declared, adapter)
     nothing = target is None and model is None
@@ -83,14 +83,14 @@ def check(
         None
         if nothing or not any(entry.asks == "traces" for entry in asked)
         else (
-            _examined(
+            _choose_check_target(
                 model, target, prompts, backend, loader, revision, device_map, max_tokens, threads, hide
             )
         )
     )
     if traces is not None:
         _refuse_foreign(traces)  # now, not after a minute of work
-    evidence, answers, trainer = None, list[tuple[str, Answer]](), None
+    evidence, answers, trainer = None, list[tuple[str, ProbeAnswer]](), None
     names = [entry.name for entry in asked if entry.asks == "trainer"]
     with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory(prefix="parity-") as scratch:
         folder, question = Path(scratch), None
@@ -104,9 +104,9 @@ def check(
                     ask.ask_trainer, declared, opened, only=names, say=lambda name: step("trainer", name)
                 )
             if examined is not None:
-                evidence = _Gathering(examined, folder, step).evidence()
+                evidence = _CapturePlan(examined, folder, step).evidence()
                 traced = [entry for entry in asked if entry.asks == "traces"]
-                answers = [(entry.name, _ask(entry, evidence)) for entry in traced]
+                answers = [(entry.name, _run_probe(entry, evidence)) for entry in traced]
             if question is not None:
                 trainer = question.result()
                 answers += trainer.answers
@@ -116,9 +116,9 @@ def check(
     return report
 
 
-def _declared(
-    recipe: "str | Path | Training | Recipe | None", adapter: str | None, model: str | None
-) -> "Training | Recipe | None":
+def _load_declared(
+    recipe: "str | Path | TrainingFile | Recipe | None", adapter: str | None, model: str | None
+) -> "TrainingFile | Recipe | None":
     """The declared wiring: a file, a preset, `tiny` where nothing was named, None for a target alone."""
     from parity.model.recipe.config import load_declared
     from parity.model.recipe.presets import PRESETS, preset
@@ -134,13 +134,13 @@ def _declared(
     return preset(str(recipe)) if known else load_declared(recipe)
 
 
-def _recipe(declared: "Training | Recipe | None") -> "Recipe | None":
-    from parity.model.recipe.config import Training
+def _recipe(declared: "TrainingFile | Recipe | None") -> "Recipe | None":
+    from parity.model.recipe.config import TrainingFile
 
-    return declared.recipe if isinstance(declared, Training) else declared
+    return declared.recipe if isinstance(declared, TrainingFile) else declared
 
 
-def _named_target(declared: "Training | Recipe | None", adapter: str | None) -> "TargetPart | None":
+def _named_target(declared: "TrainingFile | Recipe | None", adapter: str | None) -> "TargetPart | None":
     """The recipe's target where it is a model that can be captured; a user's own adapter may name anything."""
     recipe = _recipe(declared)
     if recipe is None or recipe.target.model.startswith("synthetic:"):
@@ -149,7 +149,7 @@ def _named_target(declared: "Training | Recipe | None", adapter: str | None) -> 
     return None if own and recipe.target.model.endswith(".py") else recipe.target
 
 
-def _examined(
+def _choose_check_target(
     model: str | None,
     target: "TargetPart | None",
     prompts: Path | None,
@@ -160,7 +160,7 @@ def _examined(
     max_tokens: int,
     threads: int,
     hide: Sequence[str],
-) -> "_Subject":
+) -> "CheckTarget":
     """The target to capture: the one named, else the recipe's, else the embedded one."""
     from parity.model.tiny.embedded import resolve
 
@@ -170,8 +170,8 @@ def _examined(
         loader, revision = loader or target.loader, revision or target.revision
         if backend is None and target.backend not in ("torch", "golden"):
             backend = target.backend
-    other = backends.parse(
-        backend or ("fla" if backends.missing(backends.parse("fla")) is None else "fla-interpreted")
+    other = backends.parse_backend(
+        backend or ("fla" if backends.missing(backends.parse_backend("fla")) is None else "fla-interpreted")
     )
     why = backends.missing(other)
     if backend is not None and (why or other.name in ("torch", "golden")):
@@ -180,7 +180,7 @@ def _examined(
             why or "every check holds torch against golden already",
             "name another backend that runs here, or none: `parity env` lists them",
         )
-    return _Subject(
+    return CheckTarget(
         model=model,
         loader=loader or "AutoModelForCausalLM",
         revision=revision,
@@ -205,7 +205,7 @@ UNREAD: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Subject:
+class CheckTarget:
     """What is examined."""
 
     model: str | None
@@ -223,9 +223,9 @@ class _Subject:
         """Name or path of the model; the embedded one, checked, where none was named."""
         if self.model is not None:
             return self.model
-        from parity.model.tiny.embedded import embedded
+        from parity.model.tiny.embedded import find_embedded_target
 
-        return str(embedded("hybrid"))
+        return str(find_embedded_target("hybrid"))
 
     def spec(self, dtype: str, **changes: Any) -> dict[str, Any]:
         """The `TargetSpec` fields."""
@@ -253,10 +253,10 @@ def _prompts(model: str | None, file: Path | None) -> tuple[Prompt, ...]:
     )
 
 
-class _Gathering:
+class _CapturePlan:
     """Runs the captures of both workers and keeps what came of them."""
 
-    def __init__(self, subject: _Subject, folder: Path, step: Callable[[str, str], None]) -> None:
+    def __init__(self, subject: CheckTarget, folder: Path, step: Callable[[str, str], None]) -> None:
         self.subject, self.folder, self.step = subject, folder, step
         self.traces: dict[str, Trace] = {}
         self.absent: dict[str, str] = {}
@@ -265,15 +265,15 @@ class _Gathering:
         self.self_tests: dict[str, tuple[float, float]] = {}
         self.target: dict[str, Any] = dict(UNREAD)
         self.requests: list[dict[str, Any]] = []
-        self._known, self._plain = threading.Event(), {dtype: threading.Event() for dtype in DTYPES}
+        self._known, self._plain = threading.Event(), {dtype: threading.Event() for dtype in CAPTURE_DTYPES}
 
     def evidence(self) -> Evidence:
         """Gather with two workers at a time. Raises ParityError where the target itself cannot be examined."""
         with ThreadPoolExecutor(2) as pool:
             # The reference is needed first, since its trouble (a wrong path, say) is the user's to put right.
             reference, other = (
-                pool.submit(self._guarded, self._torch),
-                pool.submit(self._guarded, self._other),
+                pool.submit(self._run_worker, self._torch),
+                pool.submit(self._run_worker, self._other),
             )
             try:
                 reference.result()
@@ -294,7 +294,7 @@ class _Gathering:
         """Traces in the order a reader expects, not in that of two racing workers."""
         return {name: self.traces[name] for name in sorted(self.traces)}
 
-    def _guarded(self, part: Callable[[], None]) -> None:
+    def _run_worker(self, part: Callable[[], None]) -> None:
         try:
             part()
         finally:
@@ -317,11 +317,11 @@ class _Gathering:
                 self._capture(worker, f"torch.{dtype}", dtype, record=True, required=True)
                 self._plain[dtype].set()
                 self._capture(worker, f"torch.{dtype}.rerun", dtype)
-                self._capture(worker, f"torch.{dtype}.batch", dtype, rows=BATCH)
+                self._capture(worker, f"torch.{dtype}.batch", dtype, rows=FLOOR_BATCH)
             self._capture(worker, "torch.fp32.decode", "fp32", mode="decode")
             self._capture(worker, "torch.fp32.blocks", "fp32", mode=f"blocks:{BLOCK}")
             self._capture(worker, "golden", "fp32", golden=True)
-            for dtype in DTYPES:
+            for dtype in CAPTURE_DTYPES:
                 self._golden_operators(worker, dtype)
             self._loaders(worker)
 
@@ -374,7 +374,7 @@ class _Gathering:
     def _other(self) -> None:
         """The backend held against torch: whole passes, then layers fed torch's input."""
         name = self.subject.other
-        names = [f"other.{dtype}{kind}" for kind in ("", ".local") for dtype in DTYPES]
+        names = [f"other.{dtype}{kind}" for kind in ("", ".local") for dtype in CAPTURE_DTYPES]
         try:
             worker = Worker(name, threads=self.subject.threads, hide=self.subject.hide)
         except ParityError as error:
@@ -382,7 +382,7 @@ class _Gathering:
             return
         with worker:
             if name == "fla-interpreted":
-                for dtype in DTYPES.values():
+                for dtype in CAPTURE_DTYPES.values():
                     self._self_test(worker, dtype)
             self._known.wait()
             if "linear_attention" not in self.target["layer_types"]:
@@ -430,7 +430,7 @@ class _Gathering:
         def run() -> None:
             capture_with(
                 worker,
-                self.subject.spec(DTYPES[dtype], **(spec or {})),
+                self.subject.spec(CAPTURE_DTYPES[dtype], **(spec or {})),
                 self.requests,
                 out,
                 operators=str(calls) if record else None,
@@ -464,15 +464,15 @@ class _Gathering:
         return True
 
 
-def _ask(entry: Any, evidence: Evidence) -> Answer:
+def _run_probe(entry: Any, evidence: Evidence) -> ProbeAnswer:
     """One probe's answer; a probe that breaks is a finding `error`, and the others go on."""
     import traceback
 
     try:
-        answer: Answer = entry.load().run(evidence)
+        answer: ProbeAnswer = entry.load().run(evidence)
     except Exception:
         lines = traceback.format_exc().strip().splitlines()
-        return Answer(
+        return ProbeAnswer(
             findings=(
                 Finding(
                     name=entry.name,
@@ -487,7 +487,7 @@ def _ask(entry: Any, evidence: Evidence) -> Answer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Question:
+class SuspicionRule:
     """A suspicion, the findings (by prefix) that answer it, and what to say where nothing was tested."""
 
     name: str
@@ -498,29 +498,29 @@ class _Question:
 
 
 SUSPICIONS = (
-    _Question(name="the kernels that were asked for never ran", findings=("dispatch",)),
-    _Question(
+    SuspicionRule(name="the kernels that were asked for never ran", findings=("dispatch",)),
+    SuspicionRule(
         name="the kernels compute another function",
         findings=("kernels.fp32",),
         needs_all=True,
     ),
-    _Question(
+    SuspicionRule(
         name="the bf16 kernels differ by more than rounding",
         findings=("kernels.bf16",),
         needs_all=True,
     ),
-    _Question(name="an operator is wrong by itself", findings=("operators",), needs_all=True),
-    _Question(name="torch's fallback itself is wrong", findings=("golden",)),
-    _Question(
+    SuspicionRule(name="an operator is wrong by itself", findings=("operators",), needs_all=True),
+    SuspicionRule(name="torch's fallback itself is wrong", findings=("golden",)),
+    SuspicionRule(
         name="it matters how the target is loaded",
         findings=("loading.AutoModel", "loading.wrapper", "loading.wrapped-text"),
     ),
-    _Question(name="weights are random or were not loaded", findings=("loading.weights",)),
-    _Question(name="the states are not finite", findings=("finite",)),
-    _Question(name="decoding or verifying gives other states than prefill", findings=("serving",)),
-    _Question(name="runs or batch sizes change the states", findings=("floor",)),
+    SuspicionRule(name="weights are random or were not loaded", findings=("loading.weights",)),
+    SuspicionRule(name="the states are not finite", findings=("finite",)),
+    SuspicionRule(name="decoding or verifying gives other states than prefill", findings=("serving",)),
+    SuspicionRule(name="runs or batch sizes change the states", findings=("floor",)),
     *(
-        _Question(name=name, findings=(probe,), asks="trainer")
+        SuspicionRule(name=name, findings=(probe,), asks="trainer")
         for name, probe in (
             ("fc is fed other layers than declared", "inputs"),
             ("noise reaches the labels, or drafting", "noise"),
@@ -540,17 +540,19 @@ SUSPICIONS = (
 )
 
 
-def suspicions(
+def summarise_suspicions(
     findings: Sequence[Finding], unasked: Mapping[str, str] | None = None
 ) -> tuple[Suspicion, ...]:
     """The table a check ends with: ruled out, found, or not tested because.
 
     unasked: `target`, `trainer` or a probe's name -> why nobody asked it, where nobody did.
     """
-    return tuple(_answer(question, findings, unasked or {}) for question in SUSPICIONS)
+    return tuple(_judge_suspicion(question, findings, unasked or {}) for question in SUSPICIONS)
 
 
-def _answer(question: _Question, findings: Sequence[Finding], unasked: Mapping[str, str]) -> Suspicion:
+def _judge_suspicion(
+    question: SuspicionRule, findings: Sequence[Finding], unasked: Mapping[str, str]
+) -> Suspicion:
     """One row of the table, from the findings whose names begin as the question says."""
     mine = [f for f in findings if any(f"{f.name}.".startswith(f"{name}.") for name in question.findings)]
     failed = [f for f in mine if f.outcome == "fail"]
@@ -575,10 +577,10 @@ def _answer(question: _Question, findings: Sequence[Finding], unasked: Mapping[s
 
 
 def _report(
-    subject: "_Subject | None",
+    subject: "CheckTarget | None",
     evidence: Evidence | None,
-    answers: Sequence[tuple[str, Answer]],
-    trainer: "ask.Asked | None",
+    answers: Sequence[tuple[str, ProbeAnswer]],
+    trainer: "ask.WiringAnswers | None",
     recipe: "Recipe | None",
     began: float,
 ) -> Report:
@@ -602,7 +604,7 @@ def _report(
         command=" ".join(["parity", *sys.argv[1:]]),
         subject=tuple(facts),
         findings=findings,
-        suspicions=suspicions(findings, _unasked(subject, trainer, recipe)),
+        suspicions=summarise_suspicions(findings, _explain_untested(subject, trainer, recipe)),
         tables=tables,
         environment=tuple(sorted(machine.items())),
         seconds=round(time.monotonic() - began, 1),
@@ -610,8 +612,8 @@ def _report(
     )
 
 
-def _unasked(
-    subject: "_Subject | None", trainer: "ask.Asked | None", recipe: "Recipe | None"
+def _explain_untested(
+    subject: "CheckTarget | None", trainer: "ask.WiringAnswers | None", recipe: "Recipe | None"
 ) -> dict[str, str]:
     """Why a whole side was not asked, or one probe of the trainer's."""
     why = dict(trainer.conformance.unanswered) if trainer is not None else {}
@@ -628,7 +630,7 @@ def _unasked(
     return why
 
 
-def _target_facts(subject: "_Subject", evidence: Evidence) -> list[tuple[str, Value]]:
+def _target_facts(subject: "CheckTarget", evidence: Evidence) -> list[tuple[str, Value]]:
     """What was captured of the target."""
     reference = evidence.traces.get("torch.fp32")
     requests = reference.requests if reference else ()
@@ -652,12 +654,12 @@ def _target_facts(subject: "_Subject", evidence: Evidence) -> list[tuple[str, Va
     ]
 
 
-MARK = "made-by-parity-check"
+TRACES_MARK = "made-by-parity-check"
 
 
 def _refuse_foreign(traces: Path) -> None:
     """Raise ParityError where the folder for the traces holds something that parity did not put there."""
-    if traces.exists() and not (traces / MARK).is_file():
+    if traces.exists() and not (traces / TRACES_MARK).is_file():
         raise ParityError(f"traces in {traces}", "a folder that parity did not make", "choose another --out")
 
 
@@ -667,12 +669,12 @@ def _keep(folder: Path, traces: Path) -> None:
     if traces.exists():
         shutil.rmtree(traces)
     traces.parent.mkdir(parents=True, exist_ok=True)
-    (folder / MARK).touch()
+    (folder / TRACES_MARK).touch()
     shutil.copytree(folder, traces, ignore=shutil.ignore_patterns("wrapped", "*.operators.safetensors"))
 
 
 @contextmanager
-def _progress(subject: "_Subject | None") -> Iterator[Callable[[str, str], None]]:
+def _progress(subject: "CheckTarget | None") -> Iterator[Callable[[str, str], None]]:
     """What each worker is doing, on standard error where that is a terminal; silent where it is not."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

@@ -15,11 +15,11 @@ from pathlib import Path
 from parity.comparison.records import Comparison
 from parity.comparison.sketch import open_trace
 from parity.comparison.tolerance import Floor, Policy
-from parity.comparison.traces import Progress, compare_traces, measure_floor
+from parity.comparison.traces import ComparisonProgress, compare_traces, measure_floor
 from parity.diagnosis.records import Diagnosis
 from parity.diagnosis.report import comparison_report
-from parity.dumps.mapping import Align, Mapping
-from parity.dumps.pair import Pair, open_pair
+from parity.dumps.mapping import Mapping, RowAlignment
+from parity.dumps.pair import ComparablePair, open_pair
 from parity.dumps.report import source_problems, with_sources
 from parity.errors import NothingComparable
 from parity.gating import environment
@@ -40,8 +40,8 @@ def compare(
     policy: str | Path | Policy | None = None,
     taps: Sequence[str] | None = None,
     mapping: str | Path | Mapping | None = None,
-    align: Align | None = None,
-    progress: Progress | None = None,
+    align: RowAlignment | None = None,
+    progress: ComparisonProgress | None = None,
     threads: int = 1,
     ranks: Ranks | None = None,
     work: Path | None = None,
@@ -54,7 +54,7 @@ def compare(
     are not stands in `source_problems` and fails. Raises ParityError for what cannot be read, NothingComparable where
     the sides share nothing or a dump without token ids would have to be paired by its order unasked.
     """
-    comparison, pair = compared(
+    comparison, pair = compare_sides(
         a,
         b,
         golden=golden,
@@ -71,7 +71,7 @@ def compare(
     return replace(comparison, source_problems=source_problems(pair))
 
 
-def compared(
+def compare_sides(
     a: Source,
     b: Source,
     *,
@@ -80,15 +80,15 @@ def compared(
     policy: str | Path | Policy | None = None,
     taps: Sequence[str] | None = None,
     mapping: str | Path | Mapping | None = None,
-    align: Align | None = None,
-    progress: Progress | None = None,
+    align: RowAlignment | None = None,
+    progress: ComparisonProgress | None = None,
     threads: int = 1,
     ranks: Ranks | None = None,
     work: Path | None = None,
-) -> tuple[Comparison, Pair]:
-    """The comparison of `compare`, without what reading found, and the pair that tells it; see `reported`."""
+) -> tuple[Comparison, ComparablePair]:
+    """The comparison of `compare`, without what reading found, and the pair that tells it; see `report_sides`."""
     said = Mapping.load(Path(mapping)) if isinstance(mapping, str | Path) else mapping
-    pair = open_pair(_given(a), _given(b), said, align=align)
+    pair = open_pair(_as_path_or_trace(a), _as_path_or_trace(b), said, align=align)
     if taps is None and pair.taps is not None:
         taps = [escape(tap) for tap in pair.taps]
     reference = pair.b.trace
@@ -112,14 +112,14 @@ def compared(
     return comparison, pair
 
 
-def _given(source: Source) -> Path | Trace:
+def _as_path_or_trace(source: Source) -> Path | Trace:
     """A path as one, an opened trace as it is."""
     return source if isinstance(source, Trace) else Path(source)
 
 
-def reported(
+def report_sides(
     comparison: Comparison,
-    pair: Pair,
+    pair: ComparablePair,
     command: str,
     *,
     diagnosis: Diagnosis | None = None,
@@ -151,7 +151,7 @@ def environments(
         environment.side_of_manifest(comparison.sides[1], b),
     )
     try:
-        found = environment.differences(*sides)
+        found = environment.environment_differences(*sides)
     except NothingComparable:
         return None
     title = f"{name}.environment"
@@ -170,5 +170,5 @@ def environments(
         )
     tables: tuple[Table, ...] = ()
     if found:
-        tables = (replace(environment.table_of(*sides, found, title), detail=passes),)
+        tables = (replace(environment.environment_table(*sides, found, title), detail=passes),)
     return replace(finding, tables=tuple(table.name for table in tables)), tables

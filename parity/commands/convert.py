@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
     from parity.model.dflash.config import DrafterConfig
     from parity.model.dflash.drafter import Drafter
-    from parity.model.dflash.export import Answers, Imported, Wiring
-    from parity.model.recipe.config import Training
-    from parity.model.training.states import Parts
+    from parity.model.dflash.export import AmbiguityAnswers, ImportedCheckpoint, TargetLayers
+    from parity.model.recipe.config import TrainingFile
+    from parity.model.training.states import SharedModules
 
-Layout = Literal["zlab", "speculators"]
+LayoutName = Literal["zlab", "speculators"]
 BASES: dict[str, str] = {"zlab": "dflash-paper", "speculators": "speculators-0.9"}
 """Preset that fills in what a checkpoint of a layout does not say."""
-WITHIN = {(False, False): "bidirectional", (True, True): "causal", (False, True): "sliding_causal"}
+WITHIN_NAMES = {(False, False): "bidirectional", (True, True): "causal", (False, True): "sliding_causal"}
 """(full layers causal, sliding layers causal) -> `recipe.block.within`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchanged:
+class ConversionResult:
     """What an export or an import did."""
 
     out: Path
@@ -70,13 +70,13 @@ class Exchanged:
 def export(
     checkpoint: str | Path,
     *,
-    to: Layout,
+    to: LayoutName,
     out: str | Path,
     which: Literal["last", "best"] = "last",
     full_vocabulary: bool = False,
     partial_rotary: bool = False,
     overwrite: bool = False,
-) -> Exchanged:
+) -> ConversionResult:
     """Write a checkpoint of ours, or a run's last or best one, in another layout; then read it back and compare.
 
     full_vocabulary, partial_rotary: as in `parity.model.dflash.export.save_zlab`. overwrite: replace what is
@@ -88,7 +88,7 @@ def export(
 
     if to not in BASES:
         raise ParityError(f"export to {to!r}", "no such layout", f"use one of {', '.join(BASES)}")
-    drafter, training = checkpoints.load_drafter(checkpoints.find(Path(checkpoint), which))
+    drafter, training = checkpoints.load_drafter(checkpoints.find_checkpoint(Path(checkpoint), which))
     wiring = wiring_of(training)
     options: dict[str, Any] = {"partial_rotary": partial_rotary, "overwrite": overwrite}
     if to == "zlab":
@@ -97,15 +97,15 @@ def export(
         head = _head(training) if drafter.draft_vocab is not None else None
         folder = save_speculators(out, drafter, wiring, head=head, **options)
     notes = _read_back(folder, drafter, wiring, dropped=to == "zlab" and drafter.draft_vocab is not None)
-    return _exchanged(folder, to, drafter, wiring, notes)
+    return _write_converted(folder, to, drafter, wiring, notes)
 
 
-def wiring_of(training: "Training") -> "Wiring":
+def wiring_of(training: "TrainingFile") -> "TargetLayers":
     """What readers must know of the target, from its configuration alone. Raises ParityError where it has none."""
-    from parity.model.dflash.export import Wiring
+    from parity.model.dflash.export import TargetLayers
 
     config, architectures = _target_config(training)
-    return Wiring(
+    return TargetLayers(
         layers=training.recipe.conditioning.decoder_layers,
         num_target_layers=int(config.num_hidden_layers),
         vocab_size=int(config.vocab_size),
@@ -115,14 +115,14 @@ def wiring_of(training: "Training") -> "Wiring":
     )
 
 
-def _target_config(training: "Training") -> tuple[Any, tuple[str, ...]]:
+def _target_config(training: "TrainingFile") -> tuple[Any, tuple[str, ...]]:
     """(the target's text configuration, its architectures)."""
     from parity.model.target.load import source
     from parity.model.training import states
 
     target = training.recipe.target
     if target.model.startswith("synthetic:"):
-        return states.synthetic(training.changed({"run.states": {"kind": "online"}}))[0].config, ()
+        return states.synthetic(training.with_values({"run.states": {"kind": "online"}}))[0].config, ()
     from transformers import AutoConfig
 
     name, options = source(target.model)
@@ -136,21 +136,21 @@ def _target_config(training: "Training") -> tuple[Any, tuple[str, ...]]:
     return config.get_text_config(), tuple(config.architectures or ())
 
 
-def _head(training: "Training") -> "torch.Tensor":
+def _head(training: "TrainingFile") -> "torch.Tensor":
     """The target's head, for layouts that store the rows a reduced vocabulary uses."""
     from parity.model.training.states import open_target
 
-    return open_target(training.changed({"run.states": {"kind": "online"}}))[0].head
+    return open_target(training.with_values({"run.states": {"kind": "online"}}))[0].head
 
 
-def _read_back(folder: Path, drafter: "Drafter", wiring: "Wiring", *, dropped: bool) -> tuple[str, ...]:
+def _read_back(folder: Path, drafter: "Drafter", wiring: "TargetLayers", *, dropped: bool) -> tuple[str, ...]:
     """Read an export as another would. Raises AssertionError where it says something else: a fault of ours."""
     import torch
 
-    from parity.model.dflash.export import Answers, load_checkpoint
+    from parity.model.dflash.export import AmbiguityAnswers, load_checkpoint
 
     share = drafter.config.rope.partial_rotary_factor
-    answers = Answers(num_target_layers=wiring.num_target_layers, partial_rotary=share != 1 or None)
+    answers = AmbiguityAnswers(num_target_layers=wiring.num_target_layers, partial_rotary=share != 1 or None)
     read = load_checkpoint(folder, answers)
     assert read.drafter.config == drafter.config, (read.drafter.config, drafter.config)
     assert read.wiring.layers == wiring.layers, (read.wiring, wiring)
@@ -169,11 +169,11 @@ def _read_back(folder: Path, drafter: "Drafter", wiring: "Wiring", *, dropped: b
     return tuple(notes)
 
 
-def _exchanged(
-    out: Path, layout: str, drafter: "Drafter", wiring: "Wiring", notes: tuple[str, ...]
-) -> Exchanged:
+def _write_converted(
+    out: Path, layout: str, drafter: "Drafter", wiring: "TargetLayers", notes: tuple[str, ...]
+) -> ConversionResult:
     vocab = drafter.draft_vocab
-    return Exchanged(
+    return ConversionResult(
         out=out,
         layout=layout,
         target=str(wiring.target),
@@ -196,21 +196,21 @@ def import_(
     target: str | None = None,
     recipe: str | Path | None = None,
     answers: Mapping[str, Any] | None = None,
-) -> Exchanged:
+) -> ConversionResult:
     """Read a checkpoint of z-lab's, SpecForge's or speculators' layout into a run of ours, at step 0.
 
     out: a new run: `parity eval` measures it, `parity train OUT/training.yaml --out OUT` goes on from its weights.
     target: its name or path, where the checkpoint does not say (z-lab's never does). recipe: a training file for what
     checkpoints do not say; None takes a preset of the layout, and a note says so. answers: fields
     of
-    `parity.model.dflash.export.Answers`. Raises ParityError with the question where the files can be read in
+    `parity.model.dflash.export.AmbiguityAnswers`. Raises ParityError with the question where the files can be read in
     two ways, and
     where drafter and target do not fit.
     """
     import torch
 
     from parity.model.dflash.export import load_checkpoint
-    from parity.model.recipe.config import dump, load
+    from parity.model.recipe.config import dump, load_training_file
     from parity.model.recipe.presets import preset
     from parity.model.training.checkpoint import TRAINING, Checkpoints, write_text
 
@@ -222,7 +222,7 @@ def import_(
     if name is None:
         found, do = "the checkpoint does not name it", "give --target with its name or path"
         raise ParityError(f"the target of {run}", found, do)
-    base = preset(BASES[read.layout]) if recipe is None else load(recipe)
+    base = preset(BASES[read.layout]) if recipe is None else load_training_file(recipe)
     read = replace(read, wiring=replace(read.wiring, target=name))
     training = _training(base, read, folder.resolve())
     _fits(training, read, run)
@@ -245,15 +245,15 @@ def import_(
     notes = [f"loss, data and optimizer are no part of a checkpoint; they are those of {source}"]
     if read.shared:
         notes.append(f"its copies of the target's tensors were left out: {', '.join(sorted(read.shared))}")
-    return _exchanged(folder, read.layout, drafter, read.wiring, tuple(notes))
+    return _write_converted(folder, read.layout, drafter, read.wiring, tuple(notes))
 
 
-def _answers(given: Mapping[str, Any]) -> "Answers":
+def _answers(given: Mapping[str, Any]) -> "AmbiguityAnswers":
     """Answers from names and values, texts read as Python literals. Raises ParityError for an unknown name."""
-    from parity.model.dflash.export import Answers
+    from parity.model.dflash.export import AmbiguityAnswers
     from parity.model.recipe.check import nearest
 
-    known = [field.name for field in fields(Answers)]
+    known = [field.name for field in fields(AmbiguityAnswers)]
     values = {}
     for name, value in given.items():
         if name not in known:
@@ -261,7 +261,7 @@ def _answers(given: Mapping[str, Any]) -> "Answers":
         values[name] = _literal(name, value) if isinstance(value, str) else value
         if isinstance(values[name], list):
             values[name] = tuple(values[name])
-    return Answers(**values)
+    return AmbiguityAnswers(**values)
 
 
 def _literal(name: str, text: str) -> Any:
@@ -272,27 +272,27 @@ def _literal(name: str, text: str) -> Any:
         raise ParityError(f"answer {name}={text}", "no such value", do) from error
 
 
-def _training(base: "Training", read: "Imported", out: Path) -> "Training":
+def _training(base: "TrainingFile", read: "ImportedCheckpoint", out: Path) -> "TrainingFile":
     """The base with everything in it that the checkpoint says."""
     config, wiring = read.drafter.config, read.wiring
     causal = {rule.window is not None: rule.causal for rule in config.layers}
     full, sliding = causal.get(False, False), causal.get(True, causal.get(False, False))
     if len({(rule.window is not None, rule.causal) for rule in config.layers}) != len(causal):
         raise ParityError("a recipe for this drafter", "layers of one kind that differ in causality", "none")
-    if (full, sliding) not in WITHIN:
+    if (full, sliding) not in WITHIN_NAMES:
         found = f"full layers causal: {full}, sliding layers causal: {sliding}"
         raise ParityError("recipe.block.within for this drafter", found, "answer is_causal=True or False")
     maps = {"t2d": str(out / "t2d.npy"), "d2t": str(out / "d2t.npy")}
     vocab = read.drafter.draft_vocab
     windows = {rule.window for rule in config.layers} - {None}
-    return base.changed(
+    return base.with_values(
         {
             "recipe.target.model": wiring.target,
             "recipe.target.revision": None,
             "recipe.conditioning": {"layers": list(wiring.layers), "ids": "layer"},
             "recipe.block.size": config.block_size,
             "recipe.block.mask_token_id": config.mask_token_id,
-            "recipe.block.within": WITHIN[full, sliding],
+            "recipe.block.within": WITHIN_NAMES[full, sliding],
             "recipe.block.documents": "isolated",  # what our trainer does, whatever the base declares of another
             "recipe.attention": {
                 "layers": ["full" if rule.window is None else "sliding" for rule in config.layers],
@@ -310,7 +310,7 @@ def _training(base: "Training", read: "Imported", out: Path) -> "Training":
     )
 
 
-def _fits(training: "Training", read: "Imported", source: Path) -> None:
+def _fits(training: "TrainingFile", read: "ImportedCheckpoint", source: Path) -> None:
     """Raises ParityError where a drafter for this target, made by this training file, would be another one."""
     from parity.model.dflash.step import drafter_config
     from parity.model.recipe.check import check_layers
@@ -340,15 +340,15 @@ def _fits(training: "Training", read: "Imported", source: Path) -> None:
         )
 
 
-def _shapes(config: Any) -> "Parts":
+def _shapes(config: Any) -> "SharedModules":
     """Parts of a target of which only shapes are known."""
     import torch
 
-    from parity.model.training.states import Parts
+    from parity.model.training.states import SharedModules
 
     rows = torch.empty(config.vocab_size, config.hidden_size, device="meta")
     shown = config if hasattr(config, "to_dict") else SimpleNamespace(**vars(config))
-    return Parts(
+    return SharedModules(
         embed=rows, head=rows, norm=torch.nn.Identity(), layers=config.num_hidden_layers, config=shown
     )
 

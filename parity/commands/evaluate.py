@@ -22,16 +22,16 @@ from parity.errors import ParityError
 from parity.reports.record import Chart, Column, Finding, Outcome, Report, Table, Value
 
 if TYPE_CHECKING:
-    from parity.model.dflash.decode import DecodeConfig, Decoded
-    from parity.model.recipe.config import Training
-    from parity.model.training.states import Parts
+    from parity.model.dflash.decode import DecodeConfig, DecodeResult
+    from parity.model.recipe.config import TrainingFile
+    from parity.model.training.states import SharedModules
     from parity.tracing.trace import BackendProof
 
 MAX_PROMPTS = 120
 """Prompts by default: with about ten cycles each, tau's standard error is a few hundredths."""
-LISTED = 40
+LISTED_PROMPTS = 40
 """Prompts up to which the terminal shows a row each; the page and the JSON always have them."""
-Progress = Callable[[int, int], None]
+EvaluationProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +50,8 @@ class _Measured:
     config: "DecodeConfig"
     dtype: str
     backend: str
-    loop: list["Decoded"] = field(default_factory=list)
-    offline: list["Decoded"] = field(default_factory=list)
+    loop: list["DecodeResult"] = field(default_factory=list)
+    offline: list["DecodeResult"] = field(default_factory=list)
     """Empty where tokens are sampled."""
     proof: "BackendProof | None" = None
     """None where the target has no linear layer."""
@@ -68,7 +68,7 @@ def evaluate(
     seed: int = 0,
     min_tau: float | None = None,
     device: str | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: EvaluationProgress = lambda done, total: None,
     command: str = "parity.evaluate",
 ) -> Report:
     """Measure tau of a checkpoint, or of a run's last or best one; a report of kind `eval`.
@@ -85,10 +85,10 @@ def evaluate(
     from parity.model.training.states import open_target
 
     began = time.monotonic()
-    folder = _found(Path(checkpoint), which)
+    folder = _locate_checkpoint(Path(checkpoint), which)
     drafter, training = checkpoints.load_drafter(folder)
     run: dict[str, Any] = {"run.states": {"kind": "online"}}
-    training = training.changed(run | ({"run.device": device} if device else {}))
+    training = training.with_values(run | ({"run.device": device} if device else {}))
     parts, _, tokenizer = open_target(training)
     drafter.to(training.run.device)
     rows = _rows(training, tokenizer, prompts, max_prompts)
@@ -106,23 +106,23 @@ def evaluate(
     return _report(measured, folder, training, prompts, min_tau, command, time.monotonic() - began)
 
 
-def _found(path: Path, which: str) -> Path:
+def _locate_checkpoint(path: Path, which: str) -> Path:
     from parity.model.training import checkpoint as checkpoints
 
     if (path / "config.json").is_file() and not (path / checkpoints.STATE).is_file():
         found, do = "a checkpoint for other readers", f"first: parity import {path} --out RUN; then eval RUN"
         raise ParityError(f"a checkpoint in {path}", found, do)
-    return checkpoints.find(path, which)
+    return checkpoints.find_checkpoint(path, which)
 
 
-def _stop_ids(parts: "Parts") -> tuple[int, ...]:
+def _stop_ids(parts: "SharedModules") -> tuple[int, ...]:
     """The ids with which the target ends a text."""
     generation = getattr(parts.target.model, "generation_config", None) if parts.target else None
     stop = getattr(generation, "eos_token_id", None)
     return tuple(stop) if isinstance(stop, list) else () if stop is None else (int(stop),)
 
 
-def _rows(training: "Training", tokenizer: Any, prompts: Path | None, most: int) -> list[_Row]:
+def _rows(training: "TrainingFile", tokenizer: Any, prompts: Path | None, most: int) -> list[_Row]:
     """What is to be continued: the file's prompts, or the held-out ones."""
     if prompts is None:
         return _held_out(training, tokenizer, most)
@@ -136,7 +136,7 @@ def _rows(training: "Training", tokenizer: Any, prompts: Path | None, most: int)
     return [_Row(name=each.id, ids=each.token_ids[: each.prompt_tokens]) for each in made]
 
 
-def _held_out(training: "Training", tokenizer: Any, most: int) -> list[_Row]:
+def _held_out(training: "TrainingFile", tokenizer: Any, most: int) -> list[_Row]:
     from parity.model.training.data import read_documents
 
     data = training.run.data.model_copy(update={"regenerate": 0, "cache": None})  # prompts stay the same
@@ -157,10 +157,10 @@ def _held_out(training: "Training", tokenizer: Any, most: int) -> list[_Row]:
     return rows
 
 
-def _measure(measured: _Measured, parts: "Parts", drafter: Any, progress: Progress) -> None:
+def _measure(measured: _Measured, parts: "SharedModules", drafter: Any, progress: EvaluationProgress) -> None:
     """Fill the loop's and the offline results, and the proof of who computed."""
-    from parity.model.dflash.decode import Ends, decode, greedy, offline_tau
-    from parity.model.target.backends import CallRecorder, parse, prove
+    from parity.model.dflash.decode import EmbeddingAndHead, decode, greedy, offline_tau
+    from parity.model.target.backends import CallRecorder, parse_backend, prove
 
     linear = parts.target.linear if parts.target else {}
     records, config, speaker = [], measured.config, parts.speaker
@@ -173,9 +173,9 @@ def _measure(measured: _Measured, parts: "Parts", drafter: Any, progress: Progre
                 records.append(greedy(speaker, row.ids, one))
             progress(number + 1, len(measured.rows))
     if recorder is not None:
-        measured.proof = prove(parse(measured.backend), recorder.proofs(), linear)
+        measured.proof = prove(parse_backend(measured.backend), recorder.proofs(), linear)
     if records:
-        ends = Ends(embed=parts.embed, head=parts.head)
+        ends = EmbeddingAndHead(embed=parts.embed, head=parts.head)
         measured.offline = offline_tau(drafter, ends, records, max_new_tokens=config.max_new_tokens)
 
 
@@ -185,7 +185,7 @@ def _measure(measured: _Measured, parts: "Parts", drafter: Any, progress: Progre
 def _report(
     measured: _Measured,
     folder: Path,
-    training: "Training",
+    training: "TrainingFile",
     prompts: Path | None,
     min_tau: float | None,
     command: str,
@@ -283,7 +283,7 @@ def _dispatch(measured: _Measured) -> Finding:
 
 
 SAMPLED = "tokens were sampled: there is no text to compare with"
-ROUNDS = "the target computes in {}, where a block and a single token round differently"
+BOOTSTRAP_ROUNDS = "the target computes in {}, where a block and a single token round differently"
 
 
 def _lossless(measured: _Measured) -> Finding:
@@ -303,7 +303,7 @@ def _lossless(measured: _Measured) -> Finding:
     evidence = [(f"{name}, first at token", at) for name, at in other[:4]]
     do = "parity check: the serving checks name what a cached block computes otherwise"
     if measured.dtype not in ("float32", "float64"):
-        sentence = f"{sentence}: {ROUNDS.format(measured.dtype)}"
+        sentence = f"{sentence}: {BOOTSTRAP_ROUNDS.format(measured.dtype)}"
         return _finding("eval.lossless", "warn", sentence, evidence, "measure in float32 to be sure")
     return _finding("eval.lossless", "fail", sentence, evidence, do)
 
@@ -320,7 +320,7 @@ def _offline(measured: _Measured) -> Finding:
         return _finding("eval.offline", "skipped", SAMPLED, do="measure at temperature 0")
     cycles = sum(len(each.cycles) for each in measured.loop)
     pairs = list(zip(measured.rows, measured.loop, measured.offline, strict=True))
-    other = [row.name for row, loop, own in pairs if loop.accepted != own.accepted]
+    other = [row.name for row, loop, own in pairs if loop.acceptance_lengths != own.acceptance_lengths]
     if not cycles:
         do = "give prompts with longer answers"
         return _finding("eval.offline", "skipped", "there was no cycle to compare", do=do)
@@ -331,7 +331,7 @@ def _offline(measured: _Measured) -> Finding:
     evidence: list[tuple[str, Value]] = [("tau", tau(measured.loop)), ("offline", tau(measured.offline))]
     evidence.append(("first", other[0]))
     if measured.dtype not in ("float32", "float64"):
-        sentence = f"{sentence}: {ROUNDS.format(measured.dtype)}"
+        sentence = f"{sentence}: {BOOTSTRAP_ROUNDS.format(measured.dtype)}"
         return _finding("eval.offline", "warn", sentence, evidence, "measure in float32 to be sure")
     do = "trust the loop; the states or the cache of the two differ: parity check says where"
     return _finding("eval.offline", "fail", sentence, evidence, do, "eval.prompts")
@@ -393,5 +393,5 @@ def _prompts(measured: _Measured) -> Table:
         ),
         rows=tuple(rows),
         caption="greedy: whether the text is the target's own, token for token",
-        detail=len(rows) > LISTED,
+        detail=len(rows) > LISTED_PROMPTS,
     )

@@ -21,18 +21,18 @@ from parity.errors import ParityError
 from parity.reports.record import Chart, Column, Finding, Report, Table, Value
 
 if TYPE_CHECKING:
-    from parity.model.recipe.config import Training
+    from parity.model.recipe.config import TrainingFile
     from parity.model.training.trainer import Observer, Trainer
     from parity.watching.sinks import Sink
 
-Show = Callable[[Mapping[str, Any]], None]
-Watch = Callable[["Trainer"], AbstractContextManager[Show]]
+RecordCallback = Callable[[Mapping[str, Any]], None]
+WatchFactory = Callable[["Trainer"], AbstractContextManager[RecordCallback]]
 MOST_POINTS = 400
 """Rows of the loss table: as many as a chart can show; longer runs are thinned evenly, their log has all steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
+class TrainResult:
     """What a call of `train` did."""
 
     report: Report
@@ -52,7 +52,7 @@ class Trained:
 
 
 def train(
-    recipe: "str | Path | Training | None" = None,
+    recipe: "str | Path | TrainingFile | None" = None,
     *,
     out: str | Path = "parity-train",
     preset: str = "tiny",
@@ -61,13 +61,14 @@ def train(
     resume: bool = True,
     observers: Sequence["Observer"] = (),
     say: Callable[[str], None] = lambda line: None,
-    watch: Watch = lambda trainer: nullcontext(lambda record: None),
+    watch: WatchFactory = lambda trainer: nullcontext(lambda record: None),
     sinks: Sequence["Sink"] = (),
     command: str = "parity.train",
-) -> Trained:
+) -> TrainResult:
     """Train to the end of the schedule, to step `stop_after`, or until a signal; goes on with the run in `out`.
 
-    recipe: a training file, or what `parity.model.recipe.config.load` gives; None takes `preset`. steps: instead of the
+    recipe: a training file, or what `parity.model.recipe.config.load_training_file` gives; None takes
+    `preset`. steps: instead of the
     file's. resume: False refuses a folder that holds checkpoints. say: hears one line about what begins, and what takes
     long before it. watch: opened around the training on the first rank; its value hears every line of the log. sinks:
     hear the step reports of `run.watch`. Raises ParityError for what the user can put right.
@@ -103,9 +104,9 @@ def train(
     best = checkpoint.best_of(folder)
     stopped = watched is not None and watched.stopped
     report = _report(trainer, folder, outcome.interrupted, command, time.monotonic() - began)
-    return Trained(
+    return TrainResult(
         report=report if watched is None else watched.joined_to(report),
-        checkpoint=checkpoint.find(folder),
+        checkpoint=checkpoint.find_checkpoint(folder),
         best=best[0] if best else None,
         step=outcome.step,
         total=trainer.total,
@@ -115,17 +116,19 @@ def train(
     )
 
 
-def read_training(recipe: "str | Path | Training | None", preset: str, steps: int | None) -> "Training":
+def read_training(
+    recipe: "str | Path | TrainingFile | None", preset: str, steps: int | None
+) -> "TrainingFile":
     """The training file, or the preset where there is none, with `steps` put in."""
-    from parity.model.recipe.config import Training, load
+    from parity.model.recipe.config import TrainingFile, load_training_file
     from parity.model.recipe.presets import preset as preset_of
 
-    if isinstance(recipe, Training):
+    if isinstance(recipe, TrainingFile):
         training = recipe
     else:
-        training = preset_of(preset) if recipe is None else load(recipe)
+        training = preset_of(preset) if recipe is None else load_training_file(recipe)
     if steps is not None:
-        training = training.changed({"run.schedule.steps": steps, "run.schedule.epochs": None})
+        training = training.with_values({"run.schedule.steps": steps, "run.schedule.epochs": None})
     return training
 
 

@@ -15,8 +15,8 @@ from typing import Literal
 from parity.errors import NothingComparable, ParityError
 from parity.tracing.trace import NOT_STATED, Manifest, RequestEntry, Trace
 
-Kind = Literal["request", "tap", "tokens", "width", "dtype"]
-Side = Literal["a", "b", "both"]
+UnpairedKind = Literal["request", "tap", "tokens", "width", "dtype"]
+UnpairedSide = Literal["a", "b", "both"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +44,11 @@ class TapPair:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unpaired:
+class UnpairedItem:
     """Something one side has and the other has not, or has otherwise."""
 
-    kind: Kind
-    side: Side
+    kind: UnpairedKind
+    side: UnpairedSide
     """The side that holds it; `both` where the two hold it differently."""
     name: str
     detail: str
@@ -60,7 +60,7 @@ class Alignment:
 
     requests: tuple[RequestPair, ...]
     taps: tuple[TapPair, ...]
-    unpaired: tuple[Unpaired, ...]
+    unpaired: tuple[UnpairedItem, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -111,7 +111,7 @@ def _chosen(a: Trace, b: Trace, taps: Sequence[str] | None) -> list[str]:
     return [name for name in every if any(fnmatchcase(name, pattern) for pattern in taps)]
 
 
-def _pair_requests(a: Trace, b: Trace) -> tuple[list[RequestPair], int, list[Unpaired]]:
+def _pair_requests(a: Trace, b: Trace) -> tuple[list[RequestPair], int, list[UnpairedItem]]:
     """Pairs in a's order, how many of them by token ids only, and the requests without a partner."""
     others = {request.id: request for request in b.requests}
     partner: dict[str, tuple[RequestEntry, Literal["id", "token ids"]]] = {}
@@ -139,12 +139,12 @@ def _pair_requests(a: Trace, b: Trace) -> tuple[list[RequestPair], int, list[Unp
         if request.id in partner
     ]
     loose = [
-        Unpaired(kind="request", side="a", name=request.id, detail=f"{len(request.token_ids)} tokens")
+        UnpairedItem(kind="request", side="a", name=request.id, detail=f"{len(request.token_ids)} tokens")
         for request in a.requests
         if request.id not in partner
     ]
     loose += [
-        Unpaired(kind="request", side="b", name=request.id, detail=f"{len(request.token_ids)} tokens")
+        UnpairedItem(kind="request", side="b", name=request.id, detail=f"{len(request.token_ids)} tokens")
         for request in others.values()
     ]
     return pairs, sum(pair.by == "token ids" for pair in pairs), loose
@@ -158,23 +158,23 @@ def _common(left: Sequence[int], right: Sequence[int]) -> int:
     return min(len(left), len(right))
 
 
-def _token_difference(pair: RequestPair) -> list[Unpaired]:
+def _token_difference(pair: RequestPair) -> list[UnpairedItem]:
     """Where the two sides' token ids part: the first position, or the tail that one side lacks."""
     left, right, at = pair.a.token_ids, pair.b.token_ids, pair.rows
     if left == right:
         return []
     if at < min(len(left), len(right)):
         return [
-            Unpaired(
+            UnpairedItem(
                 kind="tokens",
                 side="both",
                 name=pair.a.id,
                 detail=f"token {at} is {left[at]} in a, {right[at]} in b; {at} tokens before it agree",
             )
         ]
-    longer: Side = "a" if len(left) > len(right) else "b"
+    longer: UnpairedSide = "a" if len(left) > len(right) else "b"
     return [
-        Unpaired(
+        UnpairedItem(
             kind="tokens",
             side=longer,
             name=pair.a.id,
@@ -183,22 +183,22 @@ def _token_difference(pair: RequestPair) -> list[Unpaired]:
     ]
 
 
-def _pair_taps(a: Trace, b: Trace, names: Sequence[str]) -> tuple[list[TapPair], list[Unpaired]]:
+def _pair_taps(a: Trace, b: Trace, names: Sequence[str]) -> tuple[list[TapPair], list[UnpairedItem]]:
     """Taps held by both with one width; the others, and those of two dtypes, are listed."""
     pairs, loose = [], []
     types = a.manifest.target.layer_types
     for name in names:
         if name not in a.taps or name not in b.taps:
-            side: Side = "a" if name in a.taps else "b"
+            side: UnpairedSide = "a" if name in a.taps else "b"
             held = (a if side == "a" else b).tap(name)
             loose.append(
-                Unpaired(kind="tap", side=side, name=name, detail=f"{held.dtype}, width {held.width}")
+                UnpairedItem(kind="tap", side=side, name=name, detail=f"{held.dtype}, width {held.width}")
             )
             continue
         left, right = a.tap(name), b.tap(name)
         if left.width != right.width:
             loose.append(
-                Unpaired(
+                UnpairedItem(
                     kind="width",
                     side="both",
                     name=name,
@@ -208,7 +208,7 @@ def _pair_taps(a: Trace, b: Trace, names: Sequence[str]) -> tuple[list[TapPair],
             continue
         if left.dtype != right.dtype:
             loose.append(
-                Unpaired(
+                UnpairedItem(
                     kind="dtype", side="both", name=name, detail=f"{left.dtype} in a, {right.dtype} in b"
                 )
             )

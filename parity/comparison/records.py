@@ -7,11 +7,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from parity.comparison.align import Unpaired
+from parity.comparison.align import UnpairedItem
 from parity.comparison.tolerance import Gate, Judgement
 from parity.reports.record import Outcome
 
-Kept = NDArray[np.float32]
+KeptTokens = NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +69,9 @@ class TapResult:
     """Broken rules that no tolerance softens: non-finite, zero rows, dtypes."""
     controls: tuple[ControlResult, ...]
     outcome: Outcome
-    token_errors: Kept = field(repr=False, compare=False)
+    token_errors: KeptTokens = field(repr=False, compare=False)
     """[tokens] judged error, requests one after the other."""
-    channel_errors: Kept = field(repr=False, compare=False)
+    channel_errors: KeptTokens = field(repr=False, compare=False)
     """[channels] rms of a - b over the rms of b."""
 
 
@@ -105,7 +105,10 @@ class HeatMap:
 
     @classmethod
     def of(
-        cls, errors: Mapping[str, Sequence[Kept]], columns: int = 96, texts: Sequence[Sequence[str]] = ()
+        cls,
+        errors: Mapping[str, Sequence[KeptTokens]],
+        columns: int = 96,
+        texts: Sequence[Sequence[str]] = (),
     ) -> "HeatMap":
         """From each tap's [tokens] errors, one array a request; at most `columns` ranges of positions.
 
@@ -159,7 +162,7 @@ class Comparison:
     requests: int
     tokens: int
     taps: tuple[TapResult, ...]
-    unpaired: tuple[Unpaired, ...]
+    unpaired: tuple[UnpairedItem, ...]
     """Everything without a partner; each counts as failure."""
     notes: tuple[str, ...]
     proof_problems: tuple[str, ...]

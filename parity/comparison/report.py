@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from parity.comparison.records import Comparison, TapResult, TokenPlace
 from parity.reports.record import Chart, Column, Finding, Outcome, Suspicion, Table, Value, Verdict
 
-LISTED = 4
+LISTED_NAMES = 4
 """Names spelled out in a sentence; the table has the rest."""
-BLIND = "a comparison in {} never rules out a semantic fault by itself: one smaller than rounding hides in it"
+COARSE_DTYPE_NOTE = (
+    "a comparison in {} never rules out a semantic fault by itself: one smaller than rounding hides in it"
+)
 
 
 def tables_and_findings(
@@ -28,7 +30,7 @@ def tables_and_findings(
         _worst(comparison, name),
     ]
     if comparison.unpaired:
-        tables.append(_unpaired(comparison, name))
+        tables.append(_unpaired_table(comparison, name))
     findings: tuple[Finding, ...] = (
         _structure(comparison, name),
         _proof(comparison, name),
@@ -41,7 +43,7 @@ def tables_and_findings(
     return tuple(tables), findings
 
 
-def suspicions(comparison: Comparison, *, name: str = "compare") -> tuple[Suspicion, ...]:
+def comparison_suspicions(comparison: Comparison, *, name: str = "compare") -> tuple[Suspicion, ...]:
     """What a user may suspect of two runs, and what this comparison says to it."""
     gate, rests = _gate(comparison, name), (f"{name}.gate", f"{name}.controls")
     answers: dict[Outcome, Verdict] = {"pass": "ruled out", "fail": "found"}
@@ -54,7 +56,7 @@ def suspicions(comparison: Comparison, *, name: str = "compare") -> tuple[Suspic
             verdict="found" if parted else "ruled out",
             because=f"{parted[0].name}: {parted[0].detail}"
             if parted
-            else f"the ids of all {_count(comparison.tokens, 'token')} agree",
+            else f"the ids of all {_count_noun(comparison.tokens, 'token')} agree",
             findings=(f"{name}.structure",),
         ),
         Suspicion(
@@ -66,7 +68,7 @@ def suspicions(comparison: Comparison, *, name: str = "compare") -> tuple[Suspic
         Suspicion(
             name="the two runs compute different functions",
             verdict="not tested" if blind else numeric,
-            because=BLIND.format(_coarse(comparison)) if blind else gate.sentence,
+            because=COARSE_DTYPE_NOTE.format(_coarse(comparison)) if blind else gate.sentence,
             findings=rests,
         ),
     )
@@ -95,9 +97,11 @@ def times_limit(tap: TapResult) -> float:
     )
 
 
-def _few(names: Sequence[str]) -> str:
+def _shorten(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
-    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+    return ", ".join(names[:LISTED_NAMES]) + (
+        f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
+    )
 
 
 def _at(place: TokenPlace) -> str:
@@ -105,7 +109,7 @@ def _at(place: TokenPlace) -> str:
     return f"token {place.token} ({place.text!r}) of request {place.request}"
 
 
-def _count(number: int, noun: str) -> str:
+def _count_noun(number: int, noun: str) -> str:
     """A number with its noun."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
@@ -123,8 +127,8 @@ def _structure(c: Comparison, name: str) -> Finding:
             name=f"{name}.structure",
             outcome="pass",
             evidence=evidence,
-            sentence=f"both sides hold the same {_count(len(c.taps), 'tap')} of the same "
-            f"{_count(c.tokens, 'token')}",
+            sentence=f"both sides hold the same {_count_noun(len(c.taps), 'tap')} of the same "
+            f"{_count_noun(c.tokens, 'token')}",
         )
     first = c.unpaired[0]
     side = "both sides" if first.side == "both" else f"side {first.side}"
@@ -133,7 +137,7 @@ def _structure(c: Comparison, name: str) -> Finding:
         outcome="fail",
         evidence=evidence,
         tables=(f"{name}.unpaired",),
-        sentence=f"without an equal partner: {_count(len(c.unpaired), 'item')}, first "
+        sentence=f"without an equal partner: {_count_noun(len(c.unpaired), 'item')}, first "
         f"{first.kind} {first.name} ({side}): {first.detail}",
         next_step="capture both sides with the same prompts, taps and dtype, or choose --taps",
     )
@@ -145,7 +149,7 @@ def _sources(c: Comparison, name: str) -> Finding:
     return Finding(
         name=f"{name}.sources",
         outcome="fail",
-        sentence=c.source_problems[0] + (f"; and {_count(more, 'more problem')}" if more else ""),
+        sentence=c.source_problems[0] + (f"; and {_count_noun(more, 'more problem')}" if more else ""),
         evidence=tuple((f"problem {i}", text) for i, text in enumerate(c.source_problems)),
         next_step="correct what the mapping or the dump's tool says of its slices; `parity compare` shows each",
     )
@@ -216,7 +220,7 @@ def _gate(c: Comparison, name: str) -> Finding:
         ("taps outside", len(failing)),
         ("lowest cosine", min(tap.cosine_min for tap in c.taps)),
     )
-    words = {"pass": _within, "fail": _outside, "error": _powerless}.get(outcome, _unjudged)
+    words = {"pass": _within, "fail": _outside, "error": _powerless}.get(outcome, _word_without_control)
     sentence, step = words(c, nearest)
     return Finding(
         name=f"{name}.gate",
@@ -232,11 +236,11 @@ def _within(c: Comparison, nearest: TapResult) -> tuple[str, str]:
     """Sentence and next step of a gate that passes."""
     passing = sum(tap.outcome == "pass" for tap in c.taps)
     skipped = [tap.tap for tap in c.taps if tap.outcome == "skipped"]
-    left_out = f"; not judged, because no broken copy changes it: {_few(skipped)}" if skipped else ""
-    blind = f"; {BLIND.format(_coarse(c))}" if c.gate == "kernel" else ""
+    left_out = f"; not judged, because no broken copy changes it: {_shorten(skipped)}" if skipped else ""
+    blind = f"; {COARSE_DTYPE_NOTE.format(_coarse(c))}" if c.gate == "kernel" else ""
     every = "" if skipped else "all "
     return (
-        f"{c.gate} gate: {every}{_count(passing, 'tap')} within the limits; the nearest, {nearest.tap}, "
+        f"{c.gate} gate: {every}{_count_noun(passing, 'tap')} within the limits; the nearest, {nearest.tap}, "
         f"is at {times_limit(nearest):.2g} of its limit, judged by {nearest.judgement.judged_by}"
         f"{left_out}{blind}",
         "",
@@ -251,7 +255,7 @@ def _outside(c: Comparison, _: TapResult) -> tuple[str, str]:
     token = f", from {_at(place)} on" if place is not None and not first.faults else ""
     why = "; ".join(first.faults) or f"{first.judgement.because}, judged by {first.judgement.judged_by}"
     return (
-        f"{c.gate} gate: {len(failing)} of {_count(len(c.taps), 'tap')} outside, first {where}{token}: {why}",
+        f"{c.gate} gate: {len(failing)} of {_count_noun(len(c.taps), 'tap')} outside, first {where}{token}: {why}",
         f"look at {first.tap} first: capture its layer with the other side's input "
         "(--local-from), and in float32 if this was 16 bits",
     )
@@ -261,12 +265,12 @@ def _powerless(c: Comparison, _: TapResult) -> tuple[str, str]:
     """Sentence and next step of a gate that passes what is broken."""
     taps = [tap.tap for tap in c.taps if tap.outcome == "error"]
     return (
-        f"{c.gate} gate: no power at {_few(taps)}: a broken copy passed",
+        f"{c.gate} gate: no power at {_shorten(taps)}: a broken copy passed",
         "tighten the policy or the floor until the broken copies fail",
     )
 
 
-def _unjudged(c: Comparison, _: TapResult) -> tuple[str, str]:
+def _word_without_control(c: Comparison, _: TapResult) -> tuple[str, str]:
     """Sentence and next step where no control could be made."""
     return (
         "no tap could be judged: no negative control changes this data",
@@ -291,7 +295,7 @@ def _controls(c: Comparison, name: str) -> Finding:
             outcome="error",
             evidence=evidence,
             tables=(f"{name}.layers",),
-            sentence=f"broken copies of side b passed: no power at {_few(passed)}",
+            sentence=f"broken copies of side b passed: no power at {_shorten(passed)}",
             next_step="tighten the policy or the floor for these taps",
         )
     if not refused:
@@ -302,7 +306,9 @@ def _controls(c: Comparison, name: str) -> Finding:
             sentence=f"no broken copy could be made: {results[0][1].because}",
             next_step="compare more than one token and channel",
         )
-    note = f"; {len(left_out)} left out because they change nothing ({_few(left_out)})" if left_out else ""
+    note = (
+        f"; {len(left_out)} left out because they change nothing ({_shorten(left_out)})" if left_out else ""
+    )
     return Finding(
         name=f"{name}.controls",
         outcome="pass",
@@ -370,7 +376,9 @@ def _layers(c: Comparison, name: str) -> Table:
         for t in c.taps
     )
     again = [tap.tap for tap in c.taps if tap.recomputed]
-    note = f" Read twice, because a sample had shown other massive channels: {_few(again)}." if again else ""
+    note = (
+        f" Read twice, because a sample had shown other massive channels: {_shorten(again)}." if again else ""
+    )
     return Table(
         name=f"{name}.layers",
         title="Per tap, a against b",
@@ -440,7 +448,7 @@ def _heat(c: Comparison, name: str) -> Table:
         value="error",
         log=True,
         hover=("text",),
-        caption=f"Worst of all requests; each column covers {_count(step, 'token position')}.",
+        caption=f"Worst of all requests; each column covers {_count_noun(step, 'token position')}.",
     )
     return Table(
         name=f"{name}.tokens",
@@ -473,7 +481,7 @@ def _worst(c: Comparison, name: str) -> Table:
     )
 
 
-def _unpaired(c: Comparison, name: str) -> Table:
+def _unpaired_table(c: Comparison, name: str) -> Table:
     """Everything without an equal partner."""
     return Table(
         name=f"{name}.unpaired",

@@ -15,7 +15,7 @@ from parity.comparison.records import (
     ControlResult,
     Escalation,
     HeatMap,
-    Kept,
+    KeptTokens,
     TapResult,
     TokenPlace,
 )
@@ -33,7 +33,7 @@ from parity.comparison.tolerance import (
     judge_tap,
     rms,
 )
-from parity.comparison.units import COLUMNS, TapPart, Unit, quantile
+from parity.comparison.units import PART_COLUMNS, TapPart, WorkUnit, quantile
 from parity.kernel.sums import FIELDS, OUTLIER_TIMES, Implementation, pick_outliers, ratio
 from parity.reports.record import Outcome
 from parity.tracing.trace import Manifest, Trace
@@ -46,12 +46,12 @@ _HYSTERESIS = 1.5
 
 
 @dataclass(kw_only=True)
-class Gathered:
+class TapAccumulator:
     """What is gathered of one tap while the units go by, in their order."""
 
     pair: TapPair
     rules: TapRules
-    columns: Kept
+    columns: KeptTokens
     """[3 or 5, tokens] the first or all of `merging.COLUMNS`."""
     golden: bool
     """Whether the last two columns are filled."""
@@ -64,9 +64,9 @@ class Gathered:
     rows: int = 0
     control: dict[str, list[TapEvidence]] = field(default_factory=lambda: {name: [] for name in CONTROLS})
 
-    def column(self, name: str) -> Kept:
+    def column(self, name: str) -> KeptTokens:
         """[tokens] one column over all requests."""
-        values: Kept = self.columns[COLUMNS.index(name)]
+        values: KeptTokens = self.columns[PART_COLUMNS.index(name)]
         return values
 
     def evidence(self) -> TapEvidence:
@@ -78,7 +78,7 @@ class Gathered:
             base_to_golden=self.column("base_to_golden") if self.golden else None,
         )
 
-    def add(self, unit: Unit, part: TapPart) -> None:
+    def add(self, unit: WorkUnit, part: TapPart) -> None:
         """Add one unit; the sums depend on the order of these calls."""
         self.columns[: len(part.columns), unit.first_row : unit.first_row + unit.rows] = part.columns
         largest = np.maximum(self.totals[_MAX], part.totals[_MAX])  # NaN of a sketch stays NaN
@@ -97,9 +97,9 @@ class Gathered:
             )
         self.rows += unit.rows
 
-    def again(self) -> "Gathered":
+    def again(self) -> "TapAccumulator":
         """The same tap, nothing gathered yet, with the outliers that the first pass found."""
-        return Gathered(
+        return TapAccumulator(
             pair=self.pair,
             rules=self.rules,
             columns=self.columns,
@@ -110,7 +110,7 @@ class Gathered:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Inputs:
+class ComparisonInputs:
     """What was compared, and how."""
 
     a: Trace
@@ -125,7 +125,7 @@ class Inputs:
     """`time.perf_counter()` at the beginning."""
 
 
-def outliers_wrong(tap: Gathered) -> bool:
+def outliers_wrong(tap: TapAccumulator) -> bool:
     """Whether the whole pass shows other massive channels than the sample did (a borderline one may pass)."""
     if tap.channels is None or not tap.rows or np.isnan(tap.channels).any():  # a sketch knows no channels
         return False
@@ -140,7 +140,7 @@ def outliers_wrong(tap: Gathered) -> bool:
     return wrong
 
 
-def _controls(tap: Gathered) -> tuple[ControlResult, ...]:
+def _controls(tap: TapAccumulator) -> tuple[ControlResult, ...]:
     """Each control's answer at this tap."""
     results = []
     for name, evidence in tap.control.items():
@@ -150,8 +150,8 @@ def _controls(tap: Gathered) -> tuple[ControlResult, ...]:
         joined = TapEvidence(
             error=np.concatenate([part.error for part in evidence]),
             cosine_gap=np.concatenate([part.cosine_gap for part in evidence]),
-            to_golden=_concatenated([part.to_golden for part in evidence]),
-            base_to_golden=_concatenated([part.base_to_golden for part in evidence]),
+            to_golden=_concatenate([part.to_golden for part in evidence]),
+            base_to_golden=_concatenate([part.base_to_golden for part in evidence]),
         )
         judgement = judge_tap(joined, tap.rules)
         results.append(
@@ -160,13 +160,13 @@ def _controls(tap: Gathered) -> tuple[ControlResult, ...]:
     return tuple(results)
 
 
-def _concatenated(parts: Sequence[NDArray[np.floating] | None]) -> NDArray[np.floating] | None:
+def _concatenate(parts: Sequence[NDArray[np.floating] | None]) -> NDArray[np.floating] | None:
     """The parts in one, or None where one is missing."""
     known = [part for part in parts if part is not None]
     return np.concatenate(known) if known and len(known) == len(parts) else None
 
 
-def _result(tap: Gathered, policy: Policy) -> TapResult:
+def _result(tap: TapAccumulator, policy: Policy) -> TapResult:
     """Everything about one tap in numbers, with its verdict."""
     pair, rules, gap, robust_gap = tap.pair, tap.rules, tap.column("gap"), tap.column("robust_gap")
     t = dict(zip(FIELDS, tap.totals.tolist(), strict=True))
@@ -238,11 +238,11 @@ def _std(squares: float, total: float, count: int) -> float:
     return math.sqrt(variance) if variance > 0 else 0.0 * variance
 
 
-def comparison_of(inputs: Inputs, gathered: Sequence[Gathered]) -> Comparison:
+def comparison_of(inputs: ComparisonInputs, gathered: Sequence[TapAccumulator]) -> Comparison:
     """Put the parts together and find where the difference begins."""
     a, b, golden, alignment = inputs.a.manifest, inputs.b.manifest, inputs.golden, inputs.alignment
     results = tuple(_result(tap, inputs.policy) for tap in gathered)
-    places = _Places(alignment.requests, gathered)
+    places = _TokenPlaces(alignment.requests, gathered)
     first = _begins(gathered, results, places)
     other_dtype = inputs.policy.allow_other_dtype
     missing = [tap.pair.name for tap in gathered if golden is not None and not tap.golden]
@@ -275,7 +275,7 @@ def comparison_of(inputs: Inputs, gathered: Sequence[Gathered]) -> Comparison:
         first_bad=places.place(first) if first is not None else None,
         worst=places.worst(),
         heat=HeatMap.of(
-            {tap.pair.name: places.split(tap, "error") for tap in gathered},
+            {tap.pair.name: places.split_by_request(tap, "error") for tap in gathered},
             texts=[pair.a.token_texts for pair in alignment.requests],
         ),
         implementation=inputs.implementation,
@@ -294,7 +294,9 @@ def _asked_for(escalation: Escalation) -> str:
     )
 
 
-def _begins(gathered: Sequence[Gathered], results: Sequence[TapResult], places: "_Places") -> FirstBad | None:
+def _begins(
+    gathered: Sequence[TapAccumulator], results: Sequence[TapResult], places: "_TokenPlaces"
+) -> FirstBad | None:
     """Where the difference begins. A tap that fails only by its dtype has no first token."""
     failing = [
         tap
@@ -304,7 +306,7 @@ def _begins(gathered: Sequence[Gathered], results: Sequence[TapResult], places: 
     ]
     return first_bad(
         [tap.pair.name for tap in failing],
-        {tap.pair.name: places.split(tap, "error") for tap in failing[:1]},
+        {tap.pair.name: places.split_by_request(tap, "error") for tap in failing[:1]},
         {tap.pair.name: tap.rules.floor.token for tap in failing[:1]},
     )
 
@@ -314,19 +316,19 @@ def backend_of(manifest: Manifest) -> str:
     return "+".join(manifest.backend.requested.get(part, "?") for part in ("delta", "conv"))
 
 
-def _overall_gate(gathered: Sequence[Gathered]) -> Gate:
+def _overall_gate(gathered: Sequence[TapAccumulator]) -> Gate:
     """`kernel` as soon as one tap was rounded to less than float32."""
     return "kernel" if any(tap.rules.gate == "kernel" for tap in gathered) else "semantic"
 
 
 @dataclass
-class _Places:
+class _TokenPlaces:
     """Finds tokens by tap, request and position."""
 
     requests: tuple[RequestPair, ...]
-    taps: Sequence[Gathered]
+    taps: Sequence[TapAccumulator]
 
-    def split(self, tap: Gathered, name: str) -> list[Kept]:
+    def split_by_request(self, tap: TapAccumulator, name: str) -> list[KeptTokens]:
         """One column, an array a request."""
         ends = np.cumsum([pair.rows for pair in self.requests])
         return np.split(tap.column(name), ends[:-1])
@@ -364,7 +366,7 @@ class _Places:
             for _, request, token, tap in ranked
         )
 
-    def _times_limit(self, tap: Gathered, rows: slice) -> NDArray[np.floating]:
+    def _times_limit(self, tap: TapAccumulator, rows: slice) -> NDArray[np.floating]:
         """[tokens] what was held against the limit, over that limit."""
         whole = tap.evidence()
         part = TapEvidence(

@@ -20,7 +20,7 @@ from parity.comparison.records import Escalation, TapResult
 from parity.comparison.tolerance import WORST_TOKEN, TapFloor, TapRules
 from parity.errors import ParityError
 from parity.kernel.sums import FIELDS, PairStats
-from parity.model.target.sketching import PARTS, RESOLUTION, Sketch, project, signs
+from parity.model.target.sketching import RESOLUTION, SKETCH_PARTS, TapSketch, project, signs
 from parity.tracing.trace import Trace
 
 SLACK = 1.4
@@ -83,13 +83,13 @@ class SketchRows:
             seed=self.seed,
         )
 
-    def rolled(self) -> "SketchRows | None":
+    def roll_rows(self) -> "SketchRows | None":
         """Every row in the place of the one before it, or None where that changes nothing."""
         turned = self._with(*(torch.roll(part, 1, 0) for part in (self.norms, self.projection, self.massive)))
         same = torch.equal(turned.projection, self.projection) and torch.equal(turned.norms, self.norms)
         return None if same and torch.equal(turned.massive, self.massive) else turned
 
-    def shuffled(self) -> "SketchRows | None":
+    def shuffle_dimensions(self) -> "SketchRows | None":
         """The projection's dimensions and the massive channels in another order: as far as a sketch can tell, the
         states with their channels shuffled. None where that changes nothing."""
         generator = torch.Generator().manual_seed(0)
@@ -99,7 +99,10 @@ class SketchRows:
         return None if same else mixed
 
 
-SKETCH_CONTROLS = {"rolled by one token": SketchRows.rolled, "channels shuffled": SketchRows.shuffled}
+SKETCH_CONTROLS = {
+    "rolled by one token": SketchRows.roll_rows,
+    "channels shuffled": SketchRows.shuffle_dimensions,
+}
 """The negative controls of `tolerance.CONTROLS`, made of sketches."""
 
 
@@ -114,13 +117,13 @@ class SketchTrace(Trace):
             "capture them in full, without --sketch",
         )
 
-    def sketch(self, request_id: str, tap: str) -> Sketch:
+    def sketch(self, request_id: str, tap: str) -> TapSketch:
         """What is kept of one tap of one request. Raises ParityError for a damaged shard."""
         entry, info = self.request(request_id), self.tap(tap)
         dims = self.manifest.sketch.dims if self.manifest.sketch is not None else 0
         shard = self.shard_of(entry)
         try:
-            held = Sketch.of_tensors({name: shard.get_tensor(f"{tap}:{name}") for name in PARTS})
+            held = TapSketch.of_tensors({name: shard.get_tensor(f"{tap}:{name}") for name in SKETCH_PARTS})
         except Exception as error:
             raise ParityError(
                 f"{tap} of request {request_id!r} in {self.path / entry.shard}",
@@ -128,7 +131,7 @@ class SketchTrace(Trace):
                 "capture that sketch again",
             ) from error
         rows, count = entry.rows, held.channels.numel()
-        shapes = [tuple(getattr(held, name).shape) for name in PARTS]
+        shapes = [tuple(getattr(held, name).shape) for name in SKETCH_PARTS]
         inside = not count or 0 <= int(held.channels.min()) <= int(held.channels.max()) < info.width
         if shapes != [(rows, 2), (rows, dims), (rows, count), (count,)] or not inside:
             raise ParityError(
@@ -170,7 +173,9 @@ def sketch_sides(sides: Sequence[tuple[Trace, str]], tap: str, rows: slice) -> l
     known = [set(side.channels) for side in held if side is not None]
     common = tuple(sorted(set.intersection(*known)))
     return [
-        _projected(trace.tensor(request, tap)[rows], common, seed) if side is None else side.keeping(common)
+        _project_rows(trace.tensor(request, tap)[rows], common, seed)
+        if side is None
+        else side.keeping(common)
         for (trace, request), side in zip(sides, held, strict=True)
     ]
 
@@ -191,7 +196,7 @@ def _read(trace: Trace, request_id: str, tap: str, rows: slice, seed: int) -> Sk
     )
 
 
-def _projected(states: torch.Tensor, channels: tuple[int, ...], seed: int) -> SketchRows:
+def _project_rows(states: torch.Tensor, channels: tuple[int, ...], seed: int) -> SketchRows:
     """A full side's rows as a sketch."""
     norms, projection, massive = project(states, channels, seed=seed)
     return SketchRows(

@@ -27,7 +27,7 @@ from parity.policy import Policy as Policy
 from parity.policy import TapLimits as TapLimits
 from parity.reports.record import Outcome
 
-Floats = NDArray[np.floating]
+FloatArray = NDArray[np.floating]
 Gate = Literal["semantic", "kernel"]
 
 GROWTH = 1.03
@@ -106,7 +106,7 @@ class Floor(FrozenModel):
     taps: dict[str, TapFloor]
 
     @classmethod
-    def measured(cls, name: str, errors: Mapping[str, Floats], measured_on: str) -> "Floor":
+    def from_errors(cls, name: str, errors: Mapping[str, FloatArray], measured_on: str) -> "Floor":
         """From each tap's [tokens] judged errors of one benign pair."""
         return cls(
             name=name,
@@ -138,7 +138,7 @@ def hardware(environment: Mapping[str, str]) -> str:
     return ", ".join([environment.get("cpu", "an unknown machine"), *devices])
 
 
-def rms(values: Floats) -> float:
+def rms(values: FloatArray) -> float:
     """Root mean square in float64; 0 for none. A million values at a time: they may lie in a file."""
     total = sum(
         float(np.sum(np.square(values[at : at + _AT_ONCE], dtype=np.float64)))
@@ -202,16 +202,16 @@ def rules_for(
 class TapEvidence:
     """What was measured at one tap, over all tokens of all requests. inf marks a token that is not finite."""
 
-    error: Floats
+    error: FloatArray
     """[tokens] judged error of a against b."""
-    cosine_gap: Floats
+    cosine_gap: FloatArray
     """[tokens] 1 - cosine."""
-    to_golden: Floats | None = None
+    to_golden: FloatArray | None = None
     """[tokens] judged error of a against the golden."""
-    base_to_golden: Floats | None = None
+    base_to_golden: FloatArray | None = None
     """[tokens] judged error of b against the golden."""
 
-    def measure(self, rules: TapRules) -> tuple[Floats, float, Limit, str]:
+    def measure(self, rules: TapRules) -> tuple[FloatArray, float, Limit, str]:
         """What is held against the limit: [tokens] values, their rms, the limit, and by what it is judged."""
         if self.to_golden is None or self.base_to_golden is None:
             return self.error, rms(self.error), rules.limit, f"floor ({rules.floor_name})"
@@ -332,7 +332,7 @@ class FirstBad:
 
 
 def first_bad(
-    order: Sequence[str], values: Mapping[str, Sequence[Floats]], onset: Mapping[str, float]
+    order: Sequence[str], values: Mapping[str, Sequence[FloatArray]], onset: Mapping[str, float]
 ) -> FirstBad | None:
     """The first tap of `order` (failing taps, as the model computes them) and, in it, the earliest token
     position of any request whose value leaves the tap's `onset`: the floor itself, not the limit, because the
@@ -353,12 +353,12 @@ def first_bad(
     return FirstBad(tap, request, token)
 
 
-def rolled(b: torch.Tensor) -> torch.Tensor | None:
+def roll_tokens(b: torch.Tensor) -> torch.Tensor | None:
     """Side B rolled by one token, or None where that changes nothing (one token, equal rows)."""
     return _if_changed(b, torch.roll(b.contiguous().view(_INTEGERS[b.element_size()]), 1, 0))
 
 
-def shuffled(b: torch.Tensor, seed: int = 0, tries: int = 16) -> torch.Tensor | None:
+def shuffle_channels(b: torch.Tensor, seed: int = 0, tries: int = 16) -> torch.Tensor | None:
     """Side B with its channels in another order: the first of `tries` seeded permutations that changes the
     data, or None."""
     codes, generator = b.contiguous().view(_INTEGERS[b.element_size()]), torch.Generator().manual_seed(seed)
@@ -379,5 +379,5 @@ def _if_changed(b: torch.Tensor, codes: torch.Tensor) -> torch.Tensor | None:
     return None if same else codes.contiguous().view(b.dtype)
 
 
-CONTROLS = {"rolled by one token": rolled, "channels shuffled": shuffled}
+CONTROLS = {"rolled by one token": roll_tokens, "channels shuffled": shuffle_channels}
 """Broken copies of side B that every gate must refuse (facts/compare.md section 4, point 8)."""

@@ -24,9 +24,15 @@ from numpy.typing import NDArray
 
 from parity.comparison.align import Alignment, TapPair, align
 from parity.comparison.records import Comparison as Comparison
-from parity.comparison.records import Kept
+from parity.comparison.records import KeptTokens
 from parity.comparison.records import TapResult as TapResult
-from parity.comparison.results import Gathered, Inputs, backend_of, comparison_of, outliers_wrong
+from parity.comparison.results import (
+    ComparisonInputs,
+    TapAccumulator,
+    backend_of,
+    comparison_of,
+    outliers_wrong,
+)
 from parity.comparison.sketch import (
     SKETCH_CONTROLS,
     SketchRows,
@@ -36,7 +42,15 @@ from parity.comparison.sketch import (
     sketched_rules,
 )
 from parity.comparison.tolerance import CONTROLS, Floor, Policy, coarsest, hardware, rules_for
-from parity.comparison.units import COLUMNS, Segment, TapPart, Unit, Work, kept_columns, units_of
+from parity.comparison.units import (
+    PART_COLUMNS,
+    RequestSegment,
+    TapPart,
+    WorkShare,
+    WorkUnit,
+    kept_columns,
+    units_of,
+)
 from parity.errors import ParityError
 from parity.kernel.sums import (
     FIELDS,
@@ -50,9 +64,9 @@ from parity.kernel.sums import (
 from parity.model.training.distributed import Ranks
 from parity.tracing.trace import NOT_STATED, Trace
 
-Rows = torch.Tensor | SketchRows
+TapRows = torch.Tensor | SketchRows
 """Some rows of one tap of one side."""
-Progress = Callable[[int, int, str], None]
+ComparisonProgress = Callable[[int, int, str], None]
 """Called with tokens done, tokens in all, and the request that was read last."""
 CONTROL_ROWS, CONTROL_ELEMENTS = 256, 1 << 22
 """Rows of each tap on which the negative controls run, and elements of its tensors: enough to show power, no
@@ -82,7 +96,7 @@ def measure_floor(benign: Trace, reference: Trace, *, taps: Sequence[str] | None
             "capture the reference again, or in another batch, with the same prompts, taps and weights",
         )
     machines = dict.fromkeys(hardware(side.manifest.environment) for side in (benign, reference))
-    return Floor.measured(
+    return Floor.from_errors(
         benign.path.name, {tap.tap: tap.token_errors for tap in found.taps}, "; ".join(machines)
     )
 
@@ -94,7 +108,7 @@ def compare_traces(
     golden: Trace | None = None,
     floor: Floor | None = None,
     policy: Policy | None = None,
-    progress: Progress | None = None,
+    progress: ComparisonProgress | None = None,
     taps: Sequence[str] | None = None,
     threads: int = 1,
     ranks: Ranks | None = None,
@@ -115,7 +129,7 @@ def compare_traces(
     golden_ids = _golden_requests(golden, a, b, alignment, sketched) if golden is not None else {}
     held = [golden is not None and _holds(golden, pair) for pair in alignment.taps]
     rows = [pair.rows for pair in alignment.requests]
-    columns = kept_columns(len(alignment.taps), len(COLUMNS) if any(held) else 3, sum(rows))
+    columns = kept_columns(len(alignment.taps), len(PART_COLUMNS) if any(held) else 3, sum(rows))
     first = alignment.requests[0]
     gathered = []
     for index, pair in enumerate(alignment.taps):
@@ -127,7 +141,9 @@ def compare_traces(
         else:
             chosen = pick_outliers(channel_mean_square(b.tensor(first.b.id, pair.name)[: first.rows]))
         gathered.append(
-            Gathered(pair=pair, rules=rules, columns=columns[index], golden=held[index], outliers=chosen)
+            TapAccumulator(
+                pair=pair, rules=rules, columns=columns[index], golden=held[index], outliers=chosen
+            )
         )
     width = sum(pair.width for pair in alignment.taps)
     reader = _Reader(
@@ -139,13 +155,13 @@ def compare_traces(
         implementation="sketch" if sketched else choose(8 * sum(rows) * width),
         threads=threads,
     )
-    shared = Work(ranks=ranks or Ranks(), folder=work, fingerprint=_fingerprint(reader, gathered))
+    shared = WorkShare(ranks=ranks or Ranks(), folder=work, fingerprint=_fingerprint(reader, gathered))
     reader.gather(gathered, shared, progress)
     wrong = [outliers_wrong(tap) for tap in gathered]
     gathered = [tap.again() if again else tap for tap, again in zip(gathered, wrong, strict=True)]
     reader.gather([tap for tap in gathered if tap.recomputed], shared, progress, "-again")
     shared.clear()
-    inputs = Inputs(
+    inputs = ComparisonInputs(
         a=a,
         b=b,
         golden=golden,
@@ -176,7 +192,7 @@ def _holds(golden: Trace, pair: TapPair) -> bool:
     return pair.name in golden.taps and golden.tap(pair.name).width == pair.width
 
 
-def _fingerprint(reader: "_Reader", gathered: Sequence[Gathered]) -> str:
+def _fingerprint(reader: "_Reader", gathered: Sequence[TapAccumulator]) -> str:
     """Of all that a unit's numbers depend on."""
     sides = [side.digest() for side in (reader.a, reader.b, reader.golden) if side is not None]
     asked = [(tap.pair, tap.outliers, tap.golden) for tap in gathered]
@@ -284,7 +300,11 @@ class _Reader:
     threads: int
 
     def gather(
-        self, taps: Sequence[Gathered], work: Work, progress: Progress | None, stage: str = ""
+        self,
+        taps: Sequence[TapAccumulator],
+        work: WorkShare,
+        progress: ComparisonProgress | None,
+        stage: str = "",
     ) -> None:
         """Read every request of these taps once."""
         rows = [pair.rows for pair in self.alignment.requests]
@@ -301,7 +321,7 @@ class _Reader:
     @contextmanager
     def _pool(
         self, taps: int
-    ) -> Iterator[Callable[[Callable[[Gathered], TapPart], Sequence[Gathered]], list[TapPart]]]:
+    ) -> Iterator[Callable[[Callable[[TapAccumulator], TapPart], Sequence[TapAccumulator]], list[TapPart]]]:
         """How to do one thing for each tap: in threads where there are as many taps."""
         if self._over_taps(taps):
             with ThreadPoolExecutor(self.threads) as pool:
@@ -312,7 +332,7 @@ class _Reader:
     def _over_taps(self, taps: int) -> bool:
         return self.threads > 1 and taps > 1
 
-    def _part(self, unit: Unit, tap: Gathered) -> TapPart:
+    def _part(self, unit: WorkUnit, tap: TapAccumulator) -> TapPart:
         """One tap's numbers over one unit."""
         pieces, start = [], unit.first_row
         for segment in unit.segments:
@@ -341,15 +361,15 @@ class _Reader:
             },
         )
 
-    def _piece(self, segment: Segment, row: int, tap: Gathered) -> TapPart:
+    def _piece(self, segment: RequestSegment, row: int, tap: TapAccumulator) -> TapPart:
         """One tensor pair's rows: their statistics, those against the golden, and their share of the controls.
 
         `row` is the first one's number among all rows of all requests.
         """
         request, name = self.alignment.requests[segment.request], tap.pair.name
         rows = slice(segment.start, segment.stop)
-        a: Rows
-        b: Rows
+        a: TapRows
+        b: TapRows
         gold: torch.Tensor | None = None
         if self.implementation == "sketch":
             a, b = sketch_sides([(self.a, request.a.id), (self.b, request.b.id)], name, rows)
@@ -379,12 +399,12 @@ class _Reader:
         )
 
     def _controls(
-        self, a: Rows, b: Rows, gold: torch.Tensor | None, tap: Gathered, base: Kept | None
-    ) -> dict[str, Kept]:
+        self, a: TapRows, b: TapRows, gold: torch.Tensor | None, tap: TapAccumulator, base: KeptTokens | None
+    ) -> dict[str, KeptTokens]:
         """The evidence of each negative control: side B broken, in the place of side B."""
         found = {}
         for name in CONTROLS:
-            broken: Rows | None
+            broken: TapRows | None
             broken = SKETCH_CONTROLS[name](b) if isinstance(b, SketchRows) else CONTROLS[name](b)
             if broken is None:
                 continue
@@ -395,7 +415,7 @@ class _Reader:
             found[name] = np.stack(rows).astype(np.float32)
         return found
 
-    def _stats(self, a: Rows, b: Rows, tap: Gathered, full: bool = False) -> PairStats:
+    def _stats(self, a: TapRows, b: TapRows, tap: TapAccumulator, full: bool = False) -> PairStats:
         """The kernel, with this comparison's settings, or the estimates of sketches."""
         if isinstance(a, SketchRows) and isinstance(b, SketchRows):
             return sketch_stats(a, b)
@@ -415,7 +435,7 @@ def _control_rows(width: int) -> int:
     return max(2, min(CONTROL_ROWS, CONTROL_ELEMENTS // width))
 
 
-def judged_error(stats: PairStats) -> Kept:
+def judged_error(stats: PairStats) -> KeptTokens:
     """[tokens] larger of plain and robust relative L2; inf where only one side is not finite."""
     error = np.maximum(stats.relative_l2(), stats.relative_l2(robust=True))
     one_sided = stats.field("bad_a") + stats.field("bad_b") > 2 * stats.field("bad_both")

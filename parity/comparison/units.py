@@ -25,12 +25,12 @@ from parity.kernel.sums import BLOCK_ROWS
 from parity.model.training.distributed import Ranks
 from parity.tracing.trace import write_atomically
 
-Kept = NDArray[np.float32]
+KeptColumn = NDArray[np.float32]
 
 UNIT_ROWS = 4 * BLOCK_ROWS
 """Rows of a unit, at least: a gigabyte of a model with 64 layers of 4,096 channels, so that its partial file costs
 one percent of what it saves; and few enough that four ranks share the work of 5,000 tokens."""
-COLUMNS = ("error", "gap", "robust_gap", "to_golden", "base_to_golden")
+PART_COLUMNS = ("error", "gap", "robust_gap", "to_golden", "base_to_golden")
 """What is kept of each token at each tap; the last two where there is a golden."""
 SPILL = 16 << 20
 """Bytes of kept columns above which they lie in a file that the system can page out."""
@@ -38,7 +38,7 @@ _PREFIX = "unit-"
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class RequestSegment:
     """Some rows of one aligned request. `start` is a multiple of BLOCK_ROWS."""
 
     request: int
@@ -48,13 +48,13 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class WorkUnit:
     """The work that is done in one go, by one process."""
 
     number: int
     first_row: int
     """Row number of its first row among all rows of all requests."""
-    segments: tuple[Segment, ...]
+    segments: tuple[RequestSegment, ...]
 
     @property
     def rows(self) -> int:
@@ -62,22 +62,22 @@ class Unit:
         return sum(segment.stop - segment.start for segment in self.segments)
 
 
-def units_of(rows: Sequence[int]) -> tuple[Unit, ...]:
+def units_of(rows: Sequence[int]) -> tuple[WorkUnit, ...]:
     """The units of requests of so many rows: a long request is cut every UNIT_ROWS rows, short ones are joined
     until they have as many."""
-    units: list[Unit] = []
-    pending: list[Segment] = []
+    units: list[WorkUnit] = []
+    pending: list[RequestSegment] = []
     covered = 0
     for request, count in enumerate(rows):
         for start in range(0, count, UNIT_ROWS):
-            pending.append(Segment(request, start, min(count, start + UNIT_ROWS)))
+            pending.append(RequestSegment(request, start, min(count, start + UNIT_ROWS)))
             size = sum(segment.stop - segment.start for segment in pending)
             last = request == len(rows) - 1 and start + UNIT_ROWS >= count
             if size >= UNIT_ROWS or last:
-                units.append(Unit(len(units), covered, tuple(pending)))
+                units.append(WorkUnit(len(units), covered, tuple(pending)))
                 covered, pending = covered + size, []
     if pending:  # the last requests had no rows
-        units.append(Unit(len(units), covered, tuple(pending)))
+        units.append(WorkUnit(len(units), covered, tuple(pending)))
     return tuple(units)
 
 
@@ -85,7 +85,7 @@ def units_of(rows: Sequence[int]) -> tuple[Unit, ...]:
 class TapPart:
     """One tap's numbers over one unit."""
 
-    columns: Kept
+    columns: KeptColumn
     """[3 or 5, rows] the first or all of COLUMNS."""
     totals: NDArray[np.float64]
     """[fields] `compare_kernel.FIELDS` summed over rows; of `max_abs`, the largest."""
@@ -95,12 +95,12 @@ class TapPart:
     """[3] rows that are all zero in a, in b, on one side only."""
     ulp: NDArray[np.int64] | None
     """[6] as in `PairStats`; None where dtypes differ."""
-    controls: Mapping[str, Kept] = field(default_factory=dict)
+    controls: Mapping[str, KeptColumn] = field(default_factory=dict)
     """By control's name, [2 or 4, rows]: error and gap of the broken copy, then those to the golden."""
 
 
 def encode(parts: Sequence[TapPart]) -> bytes:
-    """Some parts as safetensors; `decode` gives back the same bits."""
+    """Some parts as safetensors; `decode_parts` gives back the same bits."""
     from safetensors.numpy import save
 
     arrays: dict[str, NDArray[np.generic]] = {}
@@ -117,7 +117,7 @@ def encode(parts: Sequence[TapPart]) -> bytes:
     return bytes(save(arrays))
 
 
-def decode(content: bytes) -> list[TapPart]:
+def decode_parts(content: bytes) -> list[TapPart]:
     """The parts that `encode` wrote. Raises for anything else (safetensors runs no code)."""
     from safetensors.numpy import load
 
@@ -136,11 +136,11 @@ def decode(content: bytes) -> list[TapPart]:
     return parts
 
 
-Compute = Callable[[Unit], list[TapPart]]
+Compute = Callable[[WorkUnit], list[TapPart]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class WorkShare:
     """Shares units out over ranks and keeps finished ones in a folder."""
 
     ranks: Ranks
@@ -150,8 +150,8 @@ class Work:
     """Of all that a unit's numbers depend on: files of another comparison are left alone and not read."""
 
     def each(
-        self, units: Sequence[Unit], compute: Compute, stage: str = ""
-    ) -> Iterator[tuple[Unit, list[TapPart]]]:
+        self, units: Sequence[WorkUnit], compute: Compute, stage: str = ""
+    ) -> Iterator[tuple[WorkUnit, list[TapPart]]]:
         """Every unit with its parts, in order, on every rank; each is computed by one rank, or read.
 
         `stage` tells the files of one pass from those of another.
@@ -165,7 +165,7 @@ class Work:
                 continue
             content = self._content(mine, compute, stage) if mine is not None else b""
             for owner, unit in enumerate(together):
-                yield unit, decode(_sent(content, owner, self.ranks))
+                yield unit, decode_parts(_broadcast_bytes(content, owner, self.ranks))
 
     def clear(self) -> None:
         """Remove the files of this comparison, and the folder if nothing else is in it."""
@@ -177,7 +177,7 @@ class Work:
         if not any(self.folder.iterdir()):
             self.folder.rmdir()
 
-    def _content(self, unit: Unit, compute: Compute, stage: str) -> bytes:
+    def _content(self, unit: WorkUnit, compute: Compute, stage: str) -> bytes:
         """The unit's parts as bytes: read where a whole file is there, else computed and written."""
         if self.folder is None:
             return encode(compute(unit))
@@ -185,7 +185,7 @@ class Work:
         if file.is_file():
             content = file.read_bytes()
             try:
-                if all(part.columns.shape[1] == unit.rows for part in decode(content)):
+                if all(part.columns.shape[1] == unit.rows for part in decode_parts(content)):
                     return content
             except Exception:  # damaged: it is made again
                 file.unlink()
@@ -202,7 +202,7 @@ class Work:
         return content
 
 
-def _sent(content: bytes, owner: int, ranks: Ranks) -> bytes:
+def _broadcast_bytes(content: bytes, owner: int, ranks: Ranks) -> bytes:
     """The owner's bytes, on every rank."""
     if ranks.world == 1:
         return content
@@ -218,7 +218,7 @@ def _sent(content: bytes, owner: int, ranks: Ranks) -> bytes:
     return received.numpy().tobytes()
 
 
-def kept_columns(taps: int, columns: int, tokens: int) -> Kept:
+def kept_columns(taps: int, columns: int, tokens: int) -> KeptColumn:
     """[taps, columns, tokens] zeros: in memory, or in an unnamed file where there are many.
 
     Raises ParityError where the folder for temporary files has no room.
@@ -240,7 +240,7 @@ def kept_columns(taps: int, columns: int, tokens: int) -> Kept:
             ) from error
 
 
-def quantile(values: Kept, share: float) -> float:
+def quantile(values: KeptColumn, share: float) -> float:
     """The share-quantile of non-negative values, interpolated linearly, without sorting or copying them: the
     order of such floats is that of their bits, which are counted by halves."""
     place = share * (values.size - 1)
@@ -248,7 +248,7 @@ def quantile(values: Kept, share: float) -> float:
     return below + (above - below) * (place - int(place)) if above != below else below
 
 
-def _in_order(values: Kept, rank: int) -> float:
+def _in_order(values: KeptColumn, rank: int) -> float:
     """The value that would stand at `rank` if they were sorted."""
     upper = 0
     for half in (0, 1):

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from parity.diagnosis.onset import FALLS, Onsets, onsets
-from parity.diagnosis.profile import Case
-from parity.diagnosis.records import Answer, Verdict
+from parity.diagnosis.onset import FALLS, OnsetEvidence, onsets
+from parity.diagnosis.profile import FailingComparison
+from parity.diagnosis.records import KindResult, KindVerdict
 
 
-def _attention(case: Case) -> Onsets | str:
+def _attention(case: FailingComparison) -> OnsetEvidence | str:
     """The shared look where the difference begins at a full-attention layer of a hybrid or dense model."""
     found = onsets(case)
     if isinstance(found, str):
@@ -17,7 +17,7 @@ def _attention(case: Case) -> Onsets | str:
     return found
 
 
-def positions(case: Case) -> Verdict:
+def diagnose_positions(case: FailingComparison) -> KindVerdict:
     """Other positions? Linear layers exact, the first full-attention layer wrong, its first token never."""
     found = _attention(case)
     if isinstance(found, str):
@@ -28,7 +28,7 @@ def positions(case: Case) -> Verdict:
         return "the first token is wrong, which sees only itself whatever its position"
     if _apart_rows(found):
         return "single rows are wrong between exact ones, and every later position is right"
-    return Answer(
+    return KindResult(
         kinds=("POS", "ATTN"),
         sentence=f"linear layers are exact and {found.series.tap} (full attention) is wrong from token "
         f"{min(found.tokens)} on ({found.head:.2g}): the positions, or the mask or scale of attention",
@@ -39,7 +39,7 @@ def positions(case: Case) -> Verdict:
     )
 
 
-def attention(case: Case) -> Verdict:
+def diagnose_attention(case: FailingComparison) -> KindVerdict:
     """Another mask? Rows that are not finite, or a first token that sees more than itself."""
     found = _attention(case)
     if isinstance(found, str):
@@ -48,7 +48,7 @@ def attention(case: Case) -> Verdict:
     bad = sum(series.result.nonfinite[:2])
     if bad:
         rows = int(sum(np.isinf(row).sum() for row in series.errors))
-        return Answer(
+        return KindResult(
             kinds=("ATTN",),
             sentence=f"{rows} rows of {series.tap} are not finite on one side, the layers before it are exact: queries "
             "that may see no key",
@@ -56,7 +56,7 @@ def attention(case: Case) -> Verdict:
             evidence=(("rows", rows), ("first", min(found.tokens)), ("tap", series.tap)),
         )
     if _apart_rows(found):
-        return Answer(
+        return KindResult(
             kinds=("ATTN",),
             sentence=f"single rows of {series.tap} are wrong (the first {min(found.tokens)}) between rows that are "
             "exact: queries that see other keys than their neighbours",
@@ -67,7 +67,7 @@ def attention(case: Case) -> Verdict:
         return "the first token is exact"
     ends = [series.errors[r][-1] <= series.limit for r in found.wrong]
     if all(ends) and found.falls >= FALLS:
-        return Answer(
+        return KindResult(
             kinds=("ATTN",),
             sentence=f"{series.tap} is wrong from the first token on ({found.head:.2g}) and exact at the last: tokens "
             "see later ones, the mask is not causal",
@@ -80,7 +80,7 @@ def attention(case: Case) -> Verdict:
     return "every token is wrong, the last too"
 
 
-def _apart_rows(found: Onsets) -> bool:
+def _apart_rows(found: OnsetEvidence) -> bool:
     """Whether few rows are wrong and later ones are exact again."""
     series = found.series
     return all(

@@ -9,18 +9,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from parity.diagnosis.profile import Case, Series, Side, relative, without
-from parity.diagnosis.records import Answer, Repair, Verdict
+from parity.diagnosis.profile import FailingComparison, ProfileSide, TapErrors, relative, without
+from parity.diagnosis.records import KindResult, KindVerdict, RepairResult
 from parity.diagnosis.weights import SEPARABLE, few, separable
 from parity.reports.record import Value
 from parity.tracing.trace import NOT_STATED
 
 
-def dispatch(case: Case) -> Verdict:
+def dispatch(case: FailingComparison) -> KindVerdict:
     """Did another implementation run? The call proof says so; or two kernels agree to the last bit."""
     c = case.comparison
     if c.proof_problems:
-        return Answer(
+        return KindResult(
             kinds=("DISPATCH",),
             sentence=f"a side did not run what it names, so nothing was compared: {c.proof_problems[0]}",
             next_step="repair the environment that `parity env` shows and capture that side again",
@@ -29,7 +29,7 @@ def dispatch(case: Case) -> Verdict:
     linear = [s for s in case.series if s.linear and s.kind in ("conv", "gdn", "layer")]
     known = all(NOT_STATED not in backend and "?" not in backend for backend in c.backends)
     if known and c.backends[0] != c.backends[1] and linear and all(s.result.error_max == 0 for s in linear):
-        return Answer(
+        return KindResult(
             kinds=("DISPATCH",),
             sentence=f"{c.backends[0]} and {c.backends[1]} agree to the last bit in {len(linear)} taps of "
             "linear layers, as no two kernels do: one of them did not run",
@@ -39,15 +39,15 @@ def dispatch(case: Case) -> Verdict:
     return "both sides prove who computed them"
 
 
-def _twin(case: Case, series: Series, others: Sequence[str]) -> tuple[str, float] | None:
+def _twin(case: FailingComparison, series: TapErrors, others: Sequence[str]) -> tuple[str, float] | None:
     """The tap of b that equals a's `series`, with the relative error; None where none does."""
-    mine = without(case.spread("a", series.tap), series.result.outliers)
-    own = relative(mine, without(case.spread("b", series.tap), series.result.outliers))
+    mine = without(case.sample_rows("a", series.tap), series.result.outliers)
+    own = relative(mine, without(case.sample_rows("b", series.tap), series.result.outliers))
     best: tuple[str, float] | None = None
     for tap in others:
         if not case.holds("b", tap) or case.b.tap(tap).width != series.result.width:
             continue
-        theirs = without(case.spread("b", tap), series.result.outliers)
+        theirs = without(case.sample_rows("b", tap), series.result.outliers)
         few_rows = slice(None, None, max(1, len(mine) // 8))
         if relative(mine[few_rows], theirs[few_rows]) > 10 * case.accept(series):
             continue  # most pairs of layers are far apart; a few rows tell
@@ -57,7 +57,7 @@ def _twin(case: Case, series: Series, others: Sequence[str]) -> tuple[str, float
     return best
 
 
-def _layer_names(case: Case, side: Side) -> list[str]:
+def _layer_names(case: FailingComparison, side: ProfileSide) -> list[str]:
     """Names of the layer outputs a side holds, with the embedding's as that before layer 0."""
     trace = case.a if side == "a" else case.b
     return [
@@ -70,7 +70,7 @@ def _number(tap: str) -> int:
     return -1 if tap == "embed.out" else int(tap.split(".")[1])
 
 
-def twins(case: Case) -> dict[int, int]:
+def twins(case: FailingComparison) -> dict[int, int]:
     """Layer of a -> layer of b that it equals, for the failing layer outputs that have one."""
     known = _layer_names(case, "b")
     found = {}
@@ -82,7 +82,7 @@ def twins(case: Case) -> dict[int, int]:
     return found
 
 
-def layer_ids(case: Case) -> Verdict:
+def layer_ids(case: FailingComparison) -> KindVerdict:
     """Do a's layers equal other layers of b, at a constant distance or exchanged? Is one missing?"""
     wrong = [_number(s.tap) for s in case.layers if s in case.failing]
     found = twins(case) if wrong else {}
@@ -99,15 +99,15 @@ def layer_ids(case: Case) -> Verdict:
         if (
             len(offsets) == 1 and not (own_last and offsets == {1}) and len(wrong) == len(case.layers)
         ) or exchanged:
-            return _renumbered(case, found, offsets)
+            return _answer_renumbered(case, found, offsets)
         if len(offsets) == 1 and len(wrong) == 1 and found[wrong[0]] < wrong[0]:
-            return _renumbered(case, found, offsets)
+            return _answer_renumbered(case, found, offsets)
     if lone and not wrong:
         held = len(_layer_names(case, "b" if lone[0][0] == "a" else "a"))
         if len(lone) <= max(1, held // 2):
             side = "b" if lone[0][0] == "a" else "a"
             names = [f"layer.{n}.out" if n >= 0 else "embed.out" for _, n in lone]
-            return Answer(
+            return KindResult(
                 kinds=("LAYERIDX",),
                 sentence=f"side {side} lacks {few(names)}; its other {held} states agree",
                 next_step="ask for that id in the dump's own convention: an id equal to the number of layers, or an "
@@ -124,7 +124,7 @@ def layer_ids(case: Case) -> Verdict:
     )
 
 
-def _renumbered(case: Case, found: dict[int, int], offsets: set[int]) -> Answer:
+def _answer_renumbered(case: FailingComparison, found: dict[int, int], offsets: set[int]) -> KindResult:
     """The answer for a constant offset or an exchange, with each layer compared to its twin."""
     repairs = []
     for mine, theirs in found.items():
@@ -132,11 +132,11 @@ def _renumbered(case: Case, found: dict[int, int], offsets: set[int]) -> Answer:
         assert series is not None
         twin = f"layer.{theirs}.out" if theirs >= 0 else "embed.out"
         repairs.append(
-            Repair(
+            RepairResult(
                 tap=series.tap,
                 against=twin,
                 before=series.result.relative_l2,
-                after=relative(case.spread("a", series.tap), case.spread("b", twin)),
+                after=relative(case.sample_rows("a", series.tap), case.sample_rows("b", twin)),
             )
         )
     worst = max(repair.after for repair in repairs)
@@ -156,7 +156,7 @@ def _renumbered(case: Case, found: dict[int, int], offsets: set[int]) -> Answer:
     )
     if len(offsets) == 1:
         values = (("offset", next(iter(offsets))), *values)
-    return Answer(
+    return KindResult(
         kinds=("LAYERIDX",),
         sentence=f"{how}, in all {len(found)} that fail; renumbered, at most {worst:.1e} remains",
         next_step=step,
@@ -165,19 +165,21 @@ def _renumbered(case: Case, found: dict[int, int], offsets: set[int]) -> Answer:
     )
 
 
-def _passed_through(case: Case) -> Answer | None:
+def _passed_through(case: FailingComparison) -> KindResult | None:
     """A layer that returns what entered it, on one side only."""
     for side in ("a", "b"):
-        other: Side = "b" if side == "a" else "a"
+        other: ProfileSide = "b" if side == "a" else "a"
         for before, after in pairwise(_layer_names(case, side)):
             series = case.get(after)
             if series is None or series not in case.failing or _number(after) != _number(before) + 1:
                 continue
             if not case.holds(other, before) or case.get(before) in case.failing:
                 continue
-            through = [relative(case.spread(s, after), case.spread(s, before)) for s in (side, other)]
+            through = [
+                relative(case.sample_rows(s, after), case.sample_rows(s, before)) for s in (side, other)
+            ]
             if through[0] <= 1e-6 < through[1]:
-                return Answer(
+                return KindResult(
                     kinds=("LAYERIDX",),
                     sentence=f"{after} of side {side} is what entered that layer: the layer was skipped there",
                     next_step="look at the number of layers that side was built with, and at early exits",
@@ -186,7 +188,7 @@ def _passed_through(case: Case) -> Answer | None:
     return None
 
 
-def norm(case: Case) -> Verdict:
+def norm(case: FailingComparison) -> KindVerdict:
     """Is a failing state the other side's, before or after a norm?"""
     candidates = [s for s in case.failing if s.kind in ("layer", "pre", "post")]
     if not candidates:
@@ -196,12 +198,12 @@ def norm(case: Case) -> Verdict:
         if series is not None and series in case.failing and case.holds("b", theirs):
             twin = _twin(case, series, [theirs])
             if twin is not None:
-                return _normed(case, [series], f"{mine} of a is {theirs} of b", [twin[1]], [theirs])
+                return _answer_norm(case, [series], f"{mine} of a is {theirs} of b", [twin[1]], [theirs])
     for direction in ("a", "b"):
         fits = []
         for series in candidates:
-            sides: tuple[Side, Side] = ("a", "b") if direction == "a" else ("b", "a")
-            fit = separable(case.spread(sides[0], series.tap), case.spread(sides[1], series.tap))
+            sides: tuple[ProfileSide, ProfileSide] = ("a", "b") if direction == "a" else ("b", "a")
+            fit = separable(case.sample_rows(sides[0], series.tap), case.sample_rows(sides[1], series.tap))
             # One factor a channel explains a single row: several must obey one law, and the law must be seen.
             own = series.result.relative_l2
             if fit is None or not case.explains(series, own, fit.residual, SEPARABLE):
@@ -211,7 +213,7 @@ def norm(case: Case) -> Verdict:
         if fits and fits[0][0] is candidates[0]:
             names = few([s.tap for s, _ in fits])
             other = "b" if direction == "a" else "a"
-            return _normed(
+            return _answer_norm(
                 case,
                 [s for s, _ in fits],
                 f"{names} of side {direction}: each token is side {other}'s divided by its own rms, times one "
@@ -222,15 +224,19 @@ def norm(case: Case) -> Verdict:
     return "no failing state is the other's with a norm between them"
 
 
-def _normed(
-    case: Case, series: Sequence[Series], how: str, after: Sequence[float], against: Sequence[str]
-) -> Answer:
+def _answer_norm(
+    case: FailingComparison,
+    series: Sequence[TapErrors],
+    how: str,
+    after: Sequence[float],
+    against: Sequence[str],
+) -> KindResult:
     """The answer for states on two sides of a norm."""
     repairs = tuple(
-        Repair(tap=s.tap, against=name, before=s.result.relative_l2, after=value)
+        RepairResult(tap=s.tap, against=name, before=s.result.relative_l2, after=value)
         for s, name, value in zip(series, against, after, strict=True)
     )
-    return Answer(
+    return KindResult(
         kinds=("NORM",),
         sentence=f"{how}; with the norm applied, {max(after):.1e} remains (lowest cosine before: "
         f"{min(s.result.cosine_min for s in series):.4f})",
@@ -241,7 +247,7 @@ def _normed(
     )
 
 
-def alias(case: Case) -> Verdict:
+def alias(case: FailingComparison) -> KindVerdict:
     """Does a layer's entry hold a later state, or a branch without the residual stream?"""
     wrong = [s for s in case.layers if s in case.failing]
     if not wrong:
@@ -250,16 +256,18 @@ def alias(case: Case) -> Verdict:
     later = {i: j for i, j in found.items() if j > i}
     if later and len(later) == len(found):
         repairs = tuple(
-            Repair(
+            RepairResult(
                 tap=f"layer.{i}.out",
                 against=f"layer.{j}.out",
                 before=_before(case, i),
-                after=relative(case.spread("a", f"layer.{i}.out"), case.spread("b", f"layer.{j}.out")),
+                after=relative(
+                    case.sample_rows("a", f"layer.{i}.out"), case.sample_rows("b", f"layer.{j}.out")
+                ),
             )
             for i, j in later.items()
         )
         pairs = few([f"{i} holds {j}" for i, j in later.items()])
-        return Answer(
+        return KindResult(
             kinds=("ALIAS",),
             sentence=f"{len(later)} of a's layer entries hold a later layer's state ({pairs}): memory that the "
             "model wrote over after it was recorded",
@@ -270,13 +278,13 @@ def alias(case: Case) -> Verdict:
     return _without_residual(case, wrong)
 
 
-def _before(case: Case, layer: int) -> float:
+def _before(case: FailingComparison, layer: int) -> float:
     """The relative error of a layer's output as it is."""
     series = case.get(f"layer.{layer}.out")
     return series.result.relative_l2 if series is not None else float("nan")
 
 
-def _without_residual(case: Case, wrong: Sequence[Series]) -> Verdict:
+def _without_residual(case: FailingComparison, wrong: Sequence[TapErrors]) -> KindVerdict:
     """a's entry is b's minus a residual stream: exactly b's input, or something close to it."""
     exact, near, sizes = [], [], []
     for series in wrong:
@@ -284,12 +292,12 @@ def _without_residual(case: Case, wrong: Sequence[Series]) -> Verdict:
         before = f"layer.{number - 1}.out" if number else "embed.out"
         if not case.holds("b", before):
             continue
-        a, b = case.spread("a", series.tap), case.spread("b", series.tap)
-        entered = case.spread("b", before)
+        a, b = case.sample_rows("a", series.tap), case.sample_rows("b", series.tap)
+        entered = case.sample_rows("b", before)
         rest = relative(a, b - entered)
         if case.explains(series, relative(a, b), rest, SEPARABLE):
             exact.append(
-                Repair(
+                RepairResult(
                     tap=series.tap,
                     against=f"b without {before}",
                     before=series.result.relative_l2,
@@ -304,7 +312,7 @@ def _without_residual(case: Case, wrong: Sequence[Series]) -> Verdict:
         sizes.append(size)
         near.append(float(np.median(cosines)))
     if len(exact) >= max(1, 0.8 * len(wrong)):
-        return Answer(
+        return KindResult(
             kinds=("ALIAS",),
             sentence=f"{len(exact)} of a's layer entries are b's without what entered the layer: the residual "
             f"stream is missing; with it at most {max(r.after for r in exact):.1e} remains",
@@ -315,7 +323,7 @@ def _without_residual(case: Case, wrong: Sequence[Series]) -> Verdict:
     downstream = [s for s in case.series if s.kind in ("pre", "post", "logits")]
     unharmed = bool(downstream) and all(s not in case.failing for s in downstream)
     if near and float(np.median(near)) > 0.8 and unharmed and len(near) >= max(2, 0.8 * len(wrong)):
-        return Answer(
+        return KindResult(
             kinds=("ALIAS",),
             sentence=f"what is missing in {len(near)} of a's layer entries points the way of the residual stream "
             f"(median cosine {float(np.median(near)):.3f} to what entered the layer), and the final states agree: a "

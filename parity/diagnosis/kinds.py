@@ -11,45 +11,45 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from parity.comparison.records import Comparison
-from parity.diagnosis.attention import attention, positions
+from parity.diagnosis.attention import diagnose_attention, diagnose_positions
 from parity.diagnosis.capture import alias, dispatch, layer_ids, norm
 from parity.diagnosis.numeric import compile_, invar, numeric, quant
-from parity.diagnosis.onset import onsets, pack, pad, state
-from parity.diagnosis.profile import Case, half_of_error
-from parity.diagnosis.records import MEANING, Answer, Asked, Diagnosis, Verdict
+from parity.diagnosis.onset import diagnose_packing, onsets, pad, state
+from parity.diagnosis.profile import FailingComparison, half_of_error
+from parity.diagnosis.records import MEANING, Diagnosis, KindResult, KindTrial, KindVerdict
 from parity.diagnosis.rows import rows
 from parity.diagnosis.tail import tail
-from parity.diagnosis.weights import load
+from parity.diagnosis.weights import diagnose_load
 from parity.errors import ParityError
 from parity.reports.record import Value
 from parity.tracing.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FaultKind:
     """One kind of fault and its test."""
 
     name: str
-    test: Callable[[Case], Verdict]
+    test: Callable[[FailingComparison], KindVerdict]
 
 
-KINDS: tuple[Kind, ...] = (
-    Kind("DISPATCH", dispatch),
-    Kind("ROWS", rows),
-    Kind("LOAD", load),
-    Kind("LAYERIDX", layer_ids),
-    Kind("NORM", norm),
-    Kind("ALIAS", alias),
-    Kind("PAD", pad),
-    Kind("PACK", pack),
-    Kind("POS", positions),
-    Kind("STATE", state),
-    Kind("TAIL", tail),
-    Kind("ATTN", attention),
-    Kind("COMPILE", compile_),
-    Kind("QUANT", quant),
-    Kind("NUMERIC", numeric),
-    Kind("INVAR", invar),
+FAULT_KINDS: tuple[FaultKind, ...] = (
+    FaultKind("DISPATCH", dispatch),
+    FaultKind("ROWS", rows),
+    FaultKind("LOAD", diagnose_load),
+    FaultKind("LAYERIDX", layer_ids),
+    FaultKind("NORM", norm),
+    FaultKind("ALIAS", alias),
+    FaultKind("PAD", pad),
+    FaultKind("PACK", diagnose_packing),
+    FaultKind("POS", diagnose_positions),
+    FaultKind("STATE", state),
+    FaultKind("TAIL", tail),
+    FaultKind("ATTN", diagnose_attention),
+    FaultKind("COMPILE", compile_),
+    FaultKind("QUANT", quant),
+    FaultKind("NUMERIC", numeric),
+    FaultKind("INVAR", invar),
 )
 """In the order in which they are asked; the first to give an answer names the fault."""
 
@@ -60,23 +60,23 @@ def diagnose(comparison: Comparison, a: Trace, b: Trace) -> Diagnosis | None:
     A comparison that passes is diagnosed only for two backends that agree to the last bit, which is none.
     Reads bounded samples of the traces. Raises ParityError where a trace is damaged.
     """
-    case = Case.of(comparison, a, b)
+    case = FailingComparison.of(comparison, a, b)
     if comparison.outcome != "fail" and isinstance(dispatch(case), str):
         return None
-    asked: list[Asked] = []
-    named: Answer | None = None
-    for kind in KINDS:
+    asked: list[KindTrial] = []
+    named: KindResult | None = None
+    for kind in FAULT_KINDS:
         if named is not None:
             known = kind.name in named.kinds
-            asked.append(Asked(kind=kind.name, answer="possible" if known else "not asked", because=""))
+            asked.append(KindTrial(kind=kind.name, answer="possible" if known else "not asked", because=""))
             continue
         verdict = kind.test(case)
         if isinstance(verdict, str):
-            asked.append(Asked(kind=kind.name, answer="no", because=verdict))
+            asked.append(KindTrial(kind=kind.name, answer="no", because=verdict))
             continue
         named = verdict
         asked.append(
-            Asked(
+            KindTrial(
                 kind=kind.name,
                 answer="named" if len(named.kinds) == 1 else "possible",
                 because=named.sentence,
@@ -95,7 +95,7 @@ def diagnose(comparison: Comparison, a: Trace, b: Trace) -> Diagnosis | None:
     )
 
 
-def _extent(case: Case) -> tuple[tuple[str, Value], ...]:
+def _extent(case: FailingComparison) -> tuple[tuple[str, Value], ...]:
     """Which layers and channels have their part, in numbers."""
     first = case.first
     if first is None:
@@ -109,7 +109,7 @@ def _extent(case: Case) -> tuple[tuple[str, Value], ...]:
     )
 
 
-def _not_recognised(case: Case, asked: tuple[Asked, ...]) -> Diagnosis:
+def _not_recognised(case: FailingComparison, asked: tuple[KindTrial, ...]) -> Diagnosis:
     """The profile, where no kind is recognised."""
     found = onsets(case)
     first = case.first
@@ -161,4 +161,4 @@ def diagnose_or_why(comparison: Comparison, a: Trace, b: Trace) -> Diagnosis | N
         )
 
 
-assert [kind.name for kind in KINDS if kind.name not in MEANING] == []
+assert [kind.name for kind in FAULT_KINDS if kind.name not in MEANING] == []

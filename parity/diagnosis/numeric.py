@@ -6,9 +6,16 @@ and the full-attention layers have their part, and whether a side agrees with it
 
 import numpy as np
 
-from parity.diagnosis.onset import GROSS, Onsets, onsets
-from parity.diagnosis.profile import CHUNK, Case, Series, Side, half_of_error, relative
-from parity.diagnosis.records import Answer, Repair, Verdict
+from parity.diagnosis.onset import GROSS, OnsetEvidence, onsets
+from parity.diagnosis.profile import (
+    SAMPLE_CHUNK,
+    FailingComparison,
+    ProfileSide,
+    TapErrors,
+    half_of_error,
+    relative,
+)
+from parity.diagnosis.records import KindResult, KindVerdict, RepairResult
 from parity.diagnosis.weights import (
     ROUNDED_PARAMETERS,
     SEPARABLE,
@@ -29,12 +36,12 @@ WORSE_AT_FIRST = 2.0
 """First token over the median: an epsilon weighs most where little has been added up yet."""
 
 
-def _numbers(case: Case) -> Onsets | str:
+def _numbers(case: FailingComparison) -> OnsetEvidence | str:
     """The first failing tap, where it lies in the layers."""
     return onsets(case)
 
 
-def gross(series: Series) -> bool:
+def gross(series: TapErrors) -> bool:
     """Whether the error is beyond any numeric policy."""
     limit = OPERATOR_GROSS if series.kind in ("conv", "gdn") else STATE_GROSS
     middle = [
@@ -45,7 +52,7 @@ def gross(series: Series) -> bool:
     return bool(middle) and max(middle) >= limit
 
 
-def compile_(case: Case) -> Verdict:
+def compile_(case: FailingComparison) -> KindVerdict:
     """Does an operator return something else for equal inputs, by more than any policy?"""
     shared = _not_finite_on_both(case)
     if shared is not None:
@@ -69,7 +76,7 @@ def compile_(case: Case) -> Verdict:
         "then on another version"
     )
     if not np.isfinite(result.error_max):
-        return Answer(
+        return KindResult(
             kinds=("COMPILE",),
             sentence=f"{series.tap} is not finite from token {min(found.tokens)} on while what enters it agrees: "
             f"{where} is wrong on one side",
@@ -81,7 +88,7 @@ def compile_(case: Case) -> Verdict:
     if any(is_projection(key) for key in other_weights(case)):
         return "the projections hold other weights"
     if not same_weights(case) and not other_weights(case):
-        return Answer(
+        return KindResult(
             kinds=("LOAD", "COMPILE"),
             sentence=f"{series.tap} is wrong everywhere ({result.error_rms:.2g}) and no side holds checksums: other "
             "weights in that layer, or an operator that computes something else",
@@ -95,7 +102,7 @@ def compile_(case: Case) -> Verdict:
             "is forgotten slowly), then " + step
         )
     sure = result.error_rms > 100 or c.backends[0] != c.backends[1]
-    return Answer(
+    return KindResult(
         kinds=("COMPILE",) if sure else ("COMPILE", "NUMERIC"),
         sentence=f"{where} returns something else for equal inputs: {series.tap} differs by {result.error_rms:.2g} "
         f"in {series.share:.0%} of the tokens, from token {min(found.tokens)} on"
@@ -110,7 +117,7 @@ def compile_(case: Case) -> Verdict:
     )
 
 
-def _not_finite_on_both(case: Case) -> Answer | None:
+def _not_finite_on_both(case: FailingComparison) -> KindResult | None:
     """The same elements are not finite on both sides, and nothing else differs there."""
     series = case.first
     if series is None or not series.result.nonfinite[2] or np.isinf(series.result.error_max):
@@ -120,7 +127,7 @@ def _not_finite_on_both(case: Case) -> Answer | None:
         or series.result.error_max > series.limit > 0
     ):
         return None
-    return Answer(
+    return KindResult(
         kinds=("ATTN", "COMPILE"),
         sentence=f"{series.result.nonfinite[2]} elements of {series.tap} are not finite on both sides, at the same "
         "places: the two agree in a fault, so that no comparison of them can tell",
@@ -130,13 +137,13 @@ def _not_finite_on_both(case: Case) -> Answer | None:
     )
 
 
-def _machine(case: Case, side: Side) -> str:
+def _machine(case: FailingComparison, side: ProfileSide) -> str:
     """What a side ran on, as its manifest says it."""
     environment = (case.a if side == "a" else case.b).manifest.environment
     return environment.get("device") or environment.get("cpu") or "not recorded"
 
 
-def quant(case: Case) -> Verdict:
+def quant(case: FailingComparison) -> KindVerdict:
     """Are weights or recorded states of lower precision on one side?"""
     grid = _on_a_grid(case) or _one_factor(case)
     if grid is not None:
@@ -148,7 +155,7 @@ def quant(case: Case) -> Verdict:
     keys = [key for key in other_weights(case) if not key.endswith(ROUNDED_PARAMETERS)]
     if keys and all(is_projection(key) for key in keys):
         modules = sorted({key.split(".")[-2] for key in keys})
-        return Answer(
+        return KindResult(
             kinds=("QUANT",),
             sentence=f"{len(keys)} projections ({few(modules)}) hold values that are off by little: {series.tap} "
             f"differs by {series.result.error_rms:.1e} from token {min(found.tokens)} on, norms and decay agree",
@@ -163,7 +170,7 @@ def quant(case: Case) -> Verdict:
         return noisy
     if series.result.error_rms < QUANT_FROM:
         return f"{series.result.error_rms:.1e} at {series.tap} is below a quantisation step"
-    return Answer(
+    return KindResult(
         kinds=("QUANT", "NUMERIC"),
         sentence=f"every token and every kind of layer differs by {series.result.error_rms:.1e} from {series.tap} on, "
         "and checksums agree: inputs of the projections of lower precision, or products in lower precision",
@@ -178,7 +185,7 @@ QUANT_FROM = 1.5e-3
 """int8 inputs give 2e-3 at the first projection, bfloat16 products 1e-3 to 3e-3, TF32 1e-4."""
 
 
-def _on_a_grid(case: Case) -> Answer | None:
+def _on_a_grid(case: FailingComparison) -> KindResult | None:
     """Recorded values that lie on a coarse grid, scaled, on one side only."""
     for series in case.failing:
         if series.kind not in ("layer", "pre", "post", "embed"):
@@ -187,7 +194,7 @@ def _on_a_grid(case: Case) -> Answer | None:
         (low, rows), (high, _) = sorted(told.values())
         if rows > 2000 and low <= 256 < high / 8:
             side = "a" if told["a"][0] == low else "b"
-            return Answer(
+            return KindResult(
                 kinds=("QUANT",),
                 sentence=f"{series.tap} of side {side} takes {low} different values in {rows} elements (the other "
                 f"side {high}): the states were stored in eight bits or fewer",
@@ -202,47 +209,47 @@ def _on_a_grid(case: Case) -> Answer | None:
     return None
 
 
-def _one_factor(case: Case) -> Answer | None:
+def _one_factor(case: FailingComparison) -> KindResult | None:
     """A recorded state that is the other side's times one number: a scale that was not applied, or twice."""
     series = next((s for s in case.failing if s.kind in ("layer", "pre", "post")), None)
     if series is None or not np.isfinite(series.result.error_max):
         return None
-    a, b = (case.spread(side, series.tap) for side in ("a", "b"))
+    a, b = (case.sample_rows(side, series.tap) for side in ("a", "b"))
     factor = float((a * b).sum() / max((b * b).sum(), 1e-300))
     if factor == 0 or abs(factor - 1) < 0.01:
         return None
     rest = relative(a / factor, b)
     if not case.explains(series, relative(a, b), rest):
         return None
-    return Answer(
+    return KindResult(
         kinds=("QUANT",),
         sentence=f"{series.tap} of a is b times {factor:.6g}, and {rest:.1e} remains: a scale that was not applied, or "
         "applied twice",
         next_step="look for the scale of the stored states, and for multipliers of embedding or residual",
         evidence=(("factor", factor), ("remains", rest), ("tap", series.tap)),
         repairs=(
-            Repair(
+            RepairResult(
                 tap=series.tap, against=f"b times {factor:.6g}", before=series.result.relative_l2, after=rest
             ),
         ),
     )
 
 
-def _distinct(case: Case, side: Side, tap: str) -> tuple[int, int]:
+def _distinct(case: FailingComparison, side: ProfileSide, tap: str) -> tuple[int, int]:
     """(different values, elements) of one request's sample, sizes only: a grid is symmetric."""
     rows = np.abs(case.rows(side, case.sample[0], tap)[:256])
     scale = rows.max() or 1.0
     return int(np.unique(np.round(rows / scale, 7)).size), int(rows.size)
 
 
-def _everywhere(case: Case, found: Onsets) -> bool:
+def _everywhere(case: FailingComparison, found: OnsetEvidence) -> bool:
     """Whether every token of every request is wrong, at the first tap and at a tap of each kind of layer."""
     kinds = {s.result.layer_type for s in case.layers}
     seen = {s.result.layer_type for s in case.failing if s.kind == "layer"}
     return found.series.share > 0.9 and 0 in found.tokens and kinds <= seen
 
 
-def numeric(case: Case) -> Verdict:
+def numeric(case: FailingComparison) -> KindVerdict:
     """A smooth, small difference: which policy does its profile point at?"""
     found = onsets(case)
     if isinstance(found, str):
@@ -262,7 +269,7 @@ def numeric(case: Case) -> Verdict:
     sure = not kernel or bool(keys)
     # A product that depends on the run or the batch would show in the projections, and between requests.
     spread = _everywhere(case, found) and not keys and series.kind != "gdn" and not _steady(case)
-    return Answer(
+    return KindResult(
         kinds=("NUMERIC",) if sure and not spread else ("NUMERIC", "INVAR"),
         sentence=f"a small difference without a jump ({result.error_rms:.1e} at {series.tap}, "
         f"{_last(case):.1e} at {case.failing[-1].tap}): {what}",
@@ -277,12 +284,12 @@ def numeric(case: Case) -> Verdict:
     )
 
 
-def _policy(case: Case, found: Onsets) -> str:
+def _policy(case: FailingComparison, found: OnsetEvidence) -> str:
     """Which policy, by the part that token 0, the chunk's edge and the kinds of layers have in it."""
     series = found.series
     if series.kind == "conv" or _everywhere(case, found) and series.kind == "layer":
         return "every token from the first projection on: a norm's epsilon or rounding, or products in lower precision"
-    if all(at % CHUNK == 0 and at for at in found.tokens):
+    if all(at % SAMPLE_CHUNK == 0 and at for at in found.tokens):
         return f"from token {min(found.tokens)} on, where a second chunk takes up the state: the dtype of the state"
     if 0 not in found.tokens:
         return "token 0 is exact, where no decay is used yet: the gate (A_log, dt_bias, or its dtype)"
@@ -295,33 +302,33 @@ def _policy(case: Case, found: Onsets) -> str:
     return "every token of the linear layers: the dtype or rounding of their inputs"
 
 
-def _token_zero(found: Onsets) -> float:
+def _token_zero(found: OnsetEvidence) -> float:
     """Largest error of any request's first token at the first failing tap."""
     return max((float(row[0]) for row in found.series.errors if row.size), default=0.0)
 
 
-def _last(case: Case) -> float:
+def _last(case: FailingComparison) -> float:
     """The last failing tap's error."""
     return case.failing[-1].result.error_rms
 
 
-def _growth(case: Case) -> float:
+def _growth(case: FailingComparison) -> float:
     """Last failing layer over the first."""
     layers = [s.result.error_rms for s in case.failing if s.kind == "layer"]
     return layers[-1] / layers[0] if layers and layers[0] else 1.0
 
 
-def _final_norm_policy(case: Case) -> Answer | None:
+def _final_norm_policy(case: FailingComparison) -> KindResult | None:
     """Only what the final norm returns differs, by one factor a token: its epsilon."""
     first = case.first
     if first is None or first.kind != "post":
         return None
-    fit = separable(case.spread("a", first.tap), case.spread("b", first.tap))
+    fit = separable(case.sample_rows("a", first.tap), case.sample_rows("b", first.tap))
     if fit is None or float(fit.weight.std()) > 1e-3:
         return None
     if not case.explains(first, first.result.relative_l2, fit.residual, SEPARABLE):
         return None
-    return Answer(
+    return KindResult(
         kinds=("NUMERIC",),
         sentence=f"only what the final norm returns differs, by one factor for each token ({fit.scale.min():.6g} to "
         f"{fit.scale.max():.6g}): its epsilon or rounding",
@@ -330,13 +337,13 @@ def _final_norm_policy(case: Case) -> Answer | None:
     )
 
 
-def _unsteady(case: Case, side: Side) -> str | None:
+def _unsteady(case: FailingComparison, side: ProfileSide) -> str | None:
     """Where a side does not agree with itself: requests that begin alike, computed differently, while the
     other side computes them alike. In words, or None."""
     series = case.first
     if series is None or series.kind == "logits":
         return None
-    other: Side = "b" if side == "a" else "a"
+    other: ProfileSide = "b" if side == "a" else "a"
     for one, two, common in _same_beginnings(case):
         parts = [case.rows(s, r, series.tap)[:common] for s in (side, other) for r in (one, two)]
         own, theirs = _apart(parts[0], parts[1]), _apart(parts[2], parts[3])
@@ -349,7 +356,7 @@ def _unsteady(case: Case, side: Side) -> str | None:
     return None
 
 
-def _steady(case: Case) -> bool:
+def _steady(case: FailingComparison) -> bool:
     """Whether there are requests of unequal lengths that begin alike, and both sides compute them alike: then
     what differs is a function of the tokens, not of the run, the batch or the shapes."""
     series = case.first
@@ -372,7 +379,7 @@ def _apart(left: "np.ndarray", right: "np.ndarray") -> float:
     )
 
 
-def _same_beginnings(case: Case) -> list[tuple[int, int, int]]:
+def _same_beginnings(case: FailingComparison) -> list[tuple[int, int, int]]:
     """(request, request, common tokens) of sampled pairs that begin alike."""
     found = []
     for index, one in enumerate(case.sample):
@@ -387,7 +394,7 @@ def _same_beginnings(case: Case) -> list[tuple[int, int, int]]:
     return found
 
 
-def invar(case: Case) -> Verdict:
+def invar(case: FailingComparison) -> KindVerdict:
     """Does a side depend on the run or the batch? Then requests that begin alike do not agree on it."""
     found = _numbers(case)
     if isinstance(found, str):
@@ -395,7 +402,7 @@ def invar(case: Case) -> Verdict:
     for side in ("a", "b"):
         why = _unsteady(case, side)
         if why and found.head < GROSS:
-            return Answer(
+            return KindResult(
                 kinds=("INVAR",),
                 sentence=why,
                 next_step="run that side three times, alone and in a batch: what changes between runs is its floor, "

@@ -9,8 +9,15 @@ from functools import cached_property
 
 import numpy as np
 
-from parity.diagnosis.profile import CHUNK, WIDE_FLOOR, WINDOW, Case, Series, Side
-from parity.diagnosis.records import Answer, Verdict
+from parity.diagnosis.profile import (
+    SAMPLE_CHUNK,
+    WIDE_FLOOR,
+    WINDOW,
+    FailingComparison,
+    ProfileSide,
+    TapErrors,
+)
+from parity.diagnosis.records import KindResult, KindVerdict
 from parity.diagnosis.weights import other_weights
 from parity.reports.record import Value
 
@@ -27,11 +34,11 @@ ALIKE, UNLIKE = 0.3, 0.9
 
 
 @dataclass
-class Onsets:
+class OnsetEvidence:
     """What all tests of this file look at, at the first failing tap."""
 
-    case: Case
-    series: Series
+    case: FailingComparison
+    series: TapErrors
 
     @cached_property
     def wrong(self) -> list[int]:
@@ -86,7 +93,7 @@ class Onsets:
         """Tokens of a request."""
         return int(self.series.errors[request].size)
 
-    def fresh(self, side: Side, request: int) -> bool | None:
+    def fresh(self, side: ProfileSide, request: int) -> bool | None:
         """Whether a side begins anew at the request's onset."""
         at = self.series.onsets[request]
         if at is None or self.layer is None:
@@ -94,7 +101,7 @@ class Onsets:
         told = None if self.series.kind == "conv" else self.case.fresh(side, request, at, self.layer)
         return told if told is not None else self._like_a_beginning(side, request, at)
 
-    def state_empty(self, side: Side) -> bool | None:
+    def state_empty(self, side: ProfileSide) -> bool | None:
         """Whether the delta rule's state is empty at the onsets of a wrong window: one that is tells of a document."""
         told = {
             self.case.fresh(side, r, self.series.onsets[r] or 0, self.layer)
@@ -103,7 +110,7 @@ class Onsets:
         } - {None}
         return told.pop() if len(told) == 1 else None
 
-    def _like_a_beginning(self, side: Side, request: int, at: int) -> bool | None:
+    def _like_a_beginning(self, side: ProfileSide, request: int, at: int) -> bool | None:
         """The onset's row against the first row of a request that begins with the same token. Only before the
         first full-attention layer: there no position enters."""
         full = [s.result.layer for s in self.case.series if s.full and s.result.layer is not None]
@@ -118,7 +125,7 @@ class Onsets:
             return bool(np.linalg.norm(mine - first) <= max(self.case.accept(self.series), 1e-5) * size)
         return None
 
-    def begins_anew(self, side: Side) -> bool | None:
+    def begins_anew(self, side: ProfileSide) -> bool | None:
         """Whether that side begins anew at the onsets: True or False where every request that tells agrees."""
         told = {self.fresh(side, r) for r in self.wrong if r in self.case.sample} - {None}
         return told.pop() if len(told) == 1 else None
@@ -145,18 +152,18 @@ class Onsets:
         )
 
 
-def onsets(case: Case) -> Onsets | str:
+def onsets(case: FailingComparison) -> OnsetEvidence | str:
     """The shared look at the first failing tap, or why there is none."""
     series = case.first
     if series is None:
         return "no tap fails by its numbers"
     if series.kind not in ("conv", "gdn", "layer"):
         return f"the difference begins at {series.tap}, outside the layers"
-    found = Onsets(case, series)
+    found = OnsetEvidence(case, series)
     return found if found.wrong else "no token is wrong by itself"
 
 
-def linear_onsets(case: Case) -> Onsets | str:
+def linear_onsets(case: FailingComparison) -> OnsetEvidence | str:
     """The same where it begins in a linear layer (or in one whose type is not known)."""
     found = onsets(case)
     if isinstance(found, str):
@@ -166,7 +173,7 @@ def linear_onsets(case: Case) -> Onsets | str:
     return found
 
 
-def _from_the_start(found: Onsets) -> str | None:
+def _from_the_start(found: OnsetEvidence) -> str | None:
     """Why this is no leak into the first tokens of a request, or None where it is one."""
     if other_weights(found.case):
         return "the weights differ, which may be worst where little has been added up"
@@ -185,7 +192,7 @@ def _from_the_start(found: Onsets) -> str | None:
     return None
 
 
-def pad(case: Case) -> Verdict:
+def pad(case: FailingComparison) -> KindVerdict:
     """Do pads leak into the first real tokens? Worst at the start, then forgotten; linear layers first."""
     found = linear_onsets(case)
     if isinstance(found, str):
@@ -196,7 +203,7 @@ def pad(case: Case) -> Verdict:
     kinds = _leak_kinds(found)
     if "PAD" not in kinds:
         return f"the leak is one of {' and '.join(kinds)}: " + _leak_words(found)
-    return Answer(
+    return KindResult(
         kinds=kinds,
         sentence=f"the first tokens of {len(found.wrong)} of {len(case.requests)} requests are wrong ({found.head:.2g} "
         f"at {found.series.tap}), {found.falls:.0f} times the last third: something stood before them. "
@@ -208,7 +215,7 @@ def pad(case: Case) -> Verdict:
     )
 
 
-def _leak_kinds(found: Onsets) -> tuple[str, ...]:
+def _leak_kinds(found: OnsetEvidence) -> tuple[str, ...]:
     """Which of PAD, PACK and STATE a leak into first tokens may be."""
     lengths = [found.length(r) for r in range(len(found.case.requests))]
     kinds = ["PAD", "STATE"]
@@ -225,7 +232,7 @@ def _leak_kinds(found: Onsets) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def _alike(found: Onsets) -> bool | None:
+def _alike(found: OnsetEvidence) -> bool | None:
     """Whether requests that begin with one token are wrong by the same amount: pads are all alike, what an
     earlier request leaves is not. None where there are no two of them, or the answer lies between (pads in
     unequal number leave unequal states)."""
@@ -245,7 +252,7 @@ def _alike(found: Onsets) -> bool | None:
     return None
 
 
-def _leak_words(found: Onsets) -> str:
+def _leak_words(found: OnsetEvidence) -> str:
     """What speaks for which source of a leak into first tokens."""
     if not found.right:
         return "no request is right, so that pads and a state left over look alike"
@@ -259,7 +266,7 @@ def _leak_words(found: Onsets) -> str:
     return f"right are {len(found.right)} of {', '.join(map(str, lengths))} tokens{more}"
 
 
-def pack(case: Case) -> Verdict:
+def diagnose_packing(case: FailingComparison) -> KindVerdict:
     """Does one document leak into the next? Exact before a boundary, wrong from it on, in linear layers first."""
     found = linear_onsets(case)
     if isinstance(found, str):
@@ -271,7 +278,7 @@ def pack(case: Case) -> Verdict:
     if "PACK" not in kinds:
         return _boundary_words(found)
     both = "" if len(kinds) == 1 else "; whether one document ends there or the cache was cut cannot be told"
-    return Answer(
+    return KindResult(
         kinds=kinds,
         sentence=f"exact before token {min(found.tokens)}, wrong from it on ({found.head:.2g} at {found.series.tap}): "
         f"{found.operator} crosses a boundary. {_boundary_words(found)}{both}",
@@ -283,7 +290,7 @@ def pack(case: Case) -> Verdict:
     )
 
 
-def _packed_step(found: Onsets) -> str:
+def _packed_step(found: OnsetEvidence) -> str:
     """Which argument of a packed call is missing."""
     missing = {"conv": "seq_idx (the convolution)", "gdn": "cu_seq_lens_q (the delta rule)"}.get(
         found.series.kind, "cu_seq_lens_q or seq_idx"
@@ -291,27 +298,27 @@ def _packed_step(found: Onsets) -> str:
     return f"give the kernels {missing}, beside the positions, or do not pack"
 
 
-def _not_from_a_boundary(found: Onsets) -> str | None:
+def _not_from_a_boundary(found: OnsetEvidence) -> str | None:
     """Why this is no loss or leak from some token on, or None where it is one."""
     if 0 in found.tokens:
         return "wrong from the first token on"
     if found.head < GROSS:
         return f"from token {min(found.tokens)} on, but by {found.head:.1e} only"
     if at_edges(found):
-        return f"wrong from {min(found.tokens)} on, an edge of {CHUNK}-token chunks"
+        return f"wrong from {min(found.tokens)} on, an edge of {SAMPLE_CHUNK}-token chunks"
     return None
 
 
-def at_edges(found: Onsets) -> bool:
+def at_edges(found: OnsetEvidence) -> bool:
     """Whether every onset is at a chunk's edge, and no side says that it computed in other steps."""
     modes = set(found.case.comparison.modes)
     # In 16 bits the first token behind an edge may differ by less than the floor.
     slack = 2 if found.series.result.floor_token > WIDE_FLOOR else 0
-    near = all(at >= CHUNK and at % CHUNK <= slack for at in found.tokens)
-    return near and min(found.tokens) % CHUNK == 0 and modes <= {"prefill", "prefill+local"}
+    near = all(at >= SAMPLE_CHUNK and at % SAMPLE_CHUNK <= slack for at in found.tokens)
+    return near and min(found.tokens) % SAMPLE_CHUNK == 0 and modes <= {"prefill", "prefill+local"}
 
 
-def _steps(found: Onsets) -> int | None:
+def _steps(found: OnsetEvidence) -> int | None:
     """Tokens of one step where a side was computed with a cache."""
     for mode in found.case.comparison.modes:
         if mode.startswith("decode"):
@@ -321,7 +328,7 @@ def _steps(found: Onsets) -> int | None:
     return None
 
 
-def _boundary_kinds(found: Onsets) -> tuple[str, ...]:
+def _boundary_kinds(found: OnsetEvidence) -> tuple[str, ...]:
     """PACK, STATE, or both, for a difference that begins inside a request."""
     steps = _steps(found)
     if steps is not None and all(at % steps == 0 for at in found.tokens):
@@ -342,7 +349,7 @@ def _boundary_kinds(found: Onsets) -> tuple[str, ...]:
     return ("PACK", "STATE")
 
 
-def _boundary_words(found: Onsets) -> str:
+def _boundary_words(found: OnsetEvidence) -> str:
     """What speaks for which."""
     anew = {side: found.begins_anew(side) for side in ("a", "b")}
     words = {True: "begins anew", False: "carries on", None: "cannot be told"}
@@ -355,7 +362,7 @@ def _boundary_words(found: Onsets) -> str:
     return said
 
 
-def state(case: Case) -> Verdict:
+def state(case: FailingComparison) -> KindVerdict:
     """Is a cache's state lost or stale at a split, or left over from the request before?"""
     found = linear_onsets(case)
     if isinstance(found, str):
@@ -364,7 +371,7 @@ def state(case: Case) -> Verdict:
     if _from_the_start(found) is None:
         kinds = _leak_kinds(found)
         if kinds[0] == "STATE":
-            return Answer(
+            return KindResult(
                 kinds=kinds,
                 sentence=f"{len(found.wrong)} of {len(case.requests)} requests begin with a state that is not empty "
                 f"({found.head:.2g} at {found.series.tap}, {found.falls:.0f} times the last third): "
@@ -379,7 +386,7 @@ def state(case: Case) -> Verdict:
     if kinds != ("STATE",):
         return _boundary_words(found)
     at = f"step {min(found.tokens) // steps} of {steps} tokens" if steps else f"token {min(found.tokens)}"
-    return Answer(
+    return KindResult(
         kinds=kinds,
         sentence=f"exact before token {min(found.tokens)}, wrong from it on ({found.head:.2g} at {found.series.tap}): "
         f"at {at} {found.operator} is {'lost' if found.begins_anew('a') else 'not the one that was left'}. "

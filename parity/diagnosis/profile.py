@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parity.comparison.align import RequestPair, align
-from parity.comparison.records import Comparison, Kept, TapResult
+from parity.comparison.records import Comparison, KeptTokens, TapResult
 from parity.tracing.trace import Trace
 
-Side = Literal["a", "b"]
-Rows = NDArray[np.float64]
+ProfileSide = Literal["a", "b"]
+SampledRows = NDArray[np.float64]
 TapKind = Literal["embed", "conv", "gdn", "layer", "pre", "post", "logits", "other"]
 
-CHUNK = 64
+SAMPLE_CHUNK = 64
 """Tokens a chunk of the delta rule: fla's and transformers' constant, at whose edges tail faults show."""
 WINDOW = 3
 """Tokens that a convolution of width 4 looks back, the width of every released hybrid of this family."""
@@ -41,12 +41,12 @@ HEAD = 4
 
 
 @dataclass(frozen=True)
-class Series:
+class TapErrors:
     """One tap's errors, request by request."""
 
     result: TapResult
     kind: TapKind
-    errors: tuple[Kept, ...]
+    errors: tuple[KeptTokens, ...]
     """[tokens] of each request."""
 
     @property
@@ -117,31 +117,32 @@ class Series:
 
 
 @dataclass
-class Case:
+class FailingComparison:
     """One failing comparison, and the traces behind it."""
 
     comparison: Comparison
     a: Trace
     b: Trace
     requests: tuple[RequestPair, ...]
-    series: tuple[Series, ...]
+    series: tuple[TapErrors, ...]
     """Every compared tap in the model's order."""
-    _held: dict[tuple[str, int, str], Rows] = field(default_factory=dict, repr=False)
-    _spread: dict[tuple[str, str], Rows] = field(default_factory=dict, repr=False)
+    _held: dict[tuple[str, int, str], SampledRows] = field(default_factory=dict, repr=False)
+    _spread: dict[tuple[str, str], SampledRows] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, comparison: Comparison, a: Trace, b: Trace) -> "Case":
+    def of(cls, comparison: Comparison, a: Trace, b: Trace) -> "FailingComparison":
         """Split the comparison's token errors by request."""
         names = [tap.tap for tap in comparison.taps]
         requests = align(a, b, names).requests
         cuts = np.cumsum([pair.rows for pair in requests])[:-1]
         series = tuple(
-            Series(tap, kind_of(tap.tap), tuple(np.split(tap.token_errors, cuts))) for tap in comparison.taps
+            TapErrors(tap, layer_kind_of(tap.tap), tuple(np.split(tap.token_errors, cuts)))
+            for tap in comparison.taps
         )
         return cls(comparison, a, b, requests, series)
 
     @cached_property
-    def failing(self) -> tuple[Series, ...]:
+    def failing(self) -> tuple[TapErrors, ...]:
         """Taps whose numbers fail (not those of another dtype alone)."""
         return tuple(
             s
@@ -151,16 +152,16 @@ class Case:
         )
 
     @property
-    def first(self) -> Series | None:
+    def first(self) -> TapErrors | None:
         """The first failing tap in the model's order."""
         return self.failing[0] if self.failing else None
 
     @cached_property
-    def layers(self) -> tuple[Series, ...]:
+    def layers(self) -> tuple[TapErrors, ...]:
         """The layer outputs."""
         return tuple(s for s in self.series if s.kind == "layer")
 
-    def get(self, tap: str) -> Series | None:
+    def get(self, tap: str) -> TapErrors | None:
         """The series of that tap, or None."""
         return next((s for s in self.series if s.tap == tap), None)
 
@@ -174,12 +175,12 @@ class Case:
         kept = [*worst[: MAX_REQUESTS // 2], *range(len(self.requests))]
         return tuple(sorted(dict.fromkeys(kept[: 2 * MAX_REQUESTS]))[:MAX_REQUESTS])
 
-    def _entry(self, side: Side, request: int) -> tuple[Trace, str]:
+    def _entry(self, side: ProfileSide, request: int) -> tuple[Trace, str]:
         """The trace of a side, and the request's id there."""
         pair = self.requests[request]
         return (self.a, pair.a.id) if side == "a" else (self.b, pair.b.id)
 
-    def rows(self, side: Side, request: int, tap: str) -> Rows:
+    def rows(self, side: ProfileSide, request: int, tap: str) -> SampledRows:
         """[rows, width] of one request in float64, the first MAX_ROWS or MAX_ELEMENTS of them."""
         key = (side, request, tap)
         if key not in self._held:
@@ -190,13 +191,13 @@ class Case:
             self._held[key] = trace.tensor(name, tap)[:most].double().numpy()
         return self._held[key]
 
-    def row(self, side: Side, request: int, tap: str, token: int) -> Rows:
+    def row(self, side: ProfileSide, request: int, tap: str, token: int) -> SampledRows:
         """[width] one token, wherever it lies."""
         trace, name = self._entry(side, request)
-        found: Rows = trace.tensor(name, tap)[token].double().numpy()
+        found: SampledRows = trace.tensor(name, tap)[token].double().numpy()
         return found
 
-    def spread(self, side: Side, tap: str) -> Rows:
+    def sample_rows(self, side: ProfileSide, tap: str) -> SampledRows:
         """[rows, width] of SPREAD tokens over the sampled requests, the same on both sides and at every tap."""
         key = (side, tap)
         if key not in self._spread:
@@ -213,23 +214,23 @@ class Case:
             self._spread[key] = np.concatenate(parts)
         return self._spread[key]
 
-    def holds(self, side: Side, tap: str) -> bool:
+    def holds(self, side: ProfileSide, tap: str) -> bool:
         """Whether that side has the tap."""
         return tap in (self.a if side == "a" else self.b).taps
 
-    def accept(self, series: Series) -> float:
+    def accept(self, series: TapErrors) -> float:
         """Up to this relative error two rows of a tap count as the same. In 16 bits the floor itself is a twentieth
         of a row, and states of neighbouring layers are a third apart: there the floor is all that is given."""
         return series.result.floor_token * (4 if series.result.floor_token < WIDE_FLOOR else 1)
 
-    def explains(self, series: Series, before: float, after: float, times: float = 1.0) -> bool:
+    def explains(self, series: TapErrors, before: float, after: float, times: float = 1.0) -> bool:
         """Whether a repair leaves little enough to be one: within rounding (`times` of it where a formula adds its
         own), and less than a fifth of what was there. Without the second, half of everything is `explained` in
         16 bits."""
         limit = self.accept(series) * (times if series.result.floor_token < WIDE_FLOOR else 1.5)
         return after <= limit and after <= CONTRAST * before
 
-    def fresh(self, side: Side, request: int, token: int, layer: int) -> bool | None:
+    def fresh(self, side: ProfileSide, request: int, token: int, layer: int) -> bool | None:
         """Whether the delta rule's state was empty before a token, read off the operators' taps alone.
 
         With an empty state the output of a head is beta (q . k) v: parallel to v, and v is the last part of
@@ -261,7 +262,7 @@ FRESH, STALE = 0.02, 0.1
 request, .3 and more with a state behind it."""
 
 
-def _across(conv: Rows, gdn: Rows, head: int) -> float:
+def _across(conv: SampledRows, gdn: SampledRows, head: int) -> float:
     """Share of the output that is not parallel to v, over all heads."""
     value = conv[-gdn.size :].reshape(-1, head)
     out = gdn.reshape(-1, head)
@@ -271,7 +272,7 @@ def _across(conv: Rows, gdn: Rows, head: int) -> float:
     return float(np.linalg.norm(rest)) / whole if whole else 1.0
 
 
-def kind_of(tap: str) -> TapKind:
+def layer_kind_of(tap: str) -> TapKind:
     """What a tap's name says it is."""
     known: dict[str, TapKind] = {
         "embed.out": "embed",
@@ -287,7 +288,7 @@ def kind_of(tap: str) -> TapKind:
     return known.get(tap, "other")
 
 
-def relative(a: Rows, b: Rows) -> float:
+def relative(a: SampledRows, b: SampledRows) -> float:
     """|a - b| / |b| of two blocks; rows with an element that is not finite are left out."""
     good = np.isfinite(a).all(1) & np.isfinite(b).all(1)
     if not good.any():
@@ -297,7 +298,7 @@ def relative(a: Rows, b: Rows) -> float:
     return top / bottom if bottom else (0.0 if top == 0 else float("inf"))
 
 
-def without(rows: Rows, channels: Sequence[int]) -> Rows:
+def without(rows: SampledRows, channels: Sequence[int]) -> SampledRows:
     """The rows without some channels: massive ones make every row look like every other."""
     return np.delete(rows, list(channels), axis=1) if channels else rows
 

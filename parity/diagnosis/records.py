@@ -32,7 +32,7 @@ MEANING: dict[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Repair:
+class RepairResult:
     """One tap, compared again after a repair."""
 
     tap: str
@@ -44,7 +44,7 @@ class Repair:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class KindResult:
     """What one kind's test found."""
 
     kinds: tuple[str, ...]
@@ -52,17 +52,17 @@ class Answer:
     sentence: str
     next_step: str
     evidence: tuple[tuple[str, Value], ...] = ()
-    repairs: tuple[Repair, ...] = ()
+    repairs: tuple[RepairResult, ...] = ()
     live: str = ""
     """The experiment that decides between two kinds."""
 
 
-Verdict = Answer | str
+KindVerdict = KindResult | str
 """An answer, or why not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class KindTrial:
     """One kind, and why it was or was not named."""
 
     kind: str
@@ -79,9 +79,9 @@ class Diagnosis:
     sentence: str
     next_step: str
     evidence: tuple[tuple[str, Value], ...]
-    asked: tuple[Asked, ...]
+    asked: tuple[KindTrial, ...]
     """Every kind in order."""
-    repairs: tuple[Repair, ...] = ()
+    repairs: tuple[RepairResult, ...] = ()
     live: str = ""
 
     @property

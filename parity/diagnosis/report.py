@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from parity.comparison.records import Comparison
-from parity.comparison.report import suspicions, tables_and_findings
+from parity.comparison.report import comparison_suspicions, tables_and_findings
 from parity.diagnosis.records import MEANING, Diagnosis
 from parity.reports.record import Column, Finding, Report, Table, Value
 
@@ -27,8 +27,8 @@ def diagnosed_tables_and_findings(
         replace(finding, fault=finding.fault or diagnosis.fault) if finding.outcome == "fail" else finding
         for finding in findings
     )
-    own = (_kinds(diagnosis, name), *([_repaired(diagnosis, name)] if diagnosis.repairs else []))
-    return (*own, *tables), (_diagnosis(diagnosis, comparison, name), *named)
+    own = (_kinds_table(diagnosis, name), *([_repaired_table(diagnosis, name)] if diagnosis.repairs else []))
+    return (*own, *tables), (_diagnosis_finding(diagnosis, comparison, name), *named)
 
 
 def comparison_report(
@@ -67,7 +67,7 @@ def comparison_report(
         command=command,
         subject=subject,
         findings=findings,
-        suspicions=suspicions(c, name=name),
+        suspicions=comparison_suspicions(c, name=name),
         tables=tables,
         environment=tuple(environment),
         seconds=c.seconds,
@@ -75,7 +75,7 @@ def comparison_report(
     )
 
 
-def _diagnosis(diagnosis: Diagnosis, c: Comparison, name: str) -> Finding:
+def _diagnosis_finding(diagnosis: Diagnosis, c: Comparison, name: str) -> Finding:
     """What fails, by its name. A comparison that passes keeps its outcome: then this is a warning."""
     evidence: tuple[tuple[str, Value], ...] = (("kind", diagnosis.name), *diagnosis.evidence)
     if diagnosis.live:
@@ -94,7 +94,7 @@ def _diagnosis(diagnosis: Diagnosis, c: Comparison, name: str) -> Finding:
     )
 
 
-def _kinds(diagnosis: Diagnosis, name: str) -> Table:
+def _kinds_table(diagnosis: Diagnosis, name: str) -> Table:
     """Each kind of fault in the order asked, and why it was or was not named."""
     return Table(
         name=f"{name}.kinds",
@@ -116,7 +116,7 @@ def _kinds(diagnosis: Diagnosis, name: str) -> Table:
     )
 
 
-def _repaired(diagnosis: Diagnosis, name: str) -> Table:
+def _repaired_table(diagnosis: Diagnosis, name: str) -> Table:
     """What remains after the repair."""
     return Table(
         name=f"{name}.repaired",

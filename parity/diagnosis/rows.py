@@ -9,8 +9,17 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from parity.diagnosis.profile import CONTRAST, MAX_ELEMENTS, Case, Rows, Series, Side, relative, without
-from parity.diagnosis.records import Answer, Repair, Verdict
+from parity.diagnosis.profile import (
+    CONTRAST,
+    MAX_ELEMENTS,
+    FailingComparison,
+    ProfileSide,
+    SampledRows,
+    TapErrors,
+    relative,
+    without,
+)
+from parity.diagnosis.records import KindResult, KindVerdict, RepairResult
 
 ROWS_MATCHED, ROWS_TRIED, ROWS_AGAINST = 0.9, 256, 4096
 """Share of wrong rows that must have their place elsewhere; how many are tried; against how many."""
@@ -18,7 +27,7 @@ ABRUPT = 0.1
 """Error of a wrong row beside an exact one that no state leaves behind: it falls by a tenth a token, not to nothing."""
 
 
-def rows(case: Case) -> Verdict:
+def rows(case: FailingComparison) -> KindVerdict:
     """Are rows missing, empty, repeated or elsewhere? Counted by token ids, then each wrong row is looked for."""
     missing = _missing_rows(case)
     if missing is not None:
@@ -29,11 +38,11 @@ def rows(case: Case) -> Verdict:
     series = next((s for s in case.failing if s.kind == "layer"), case.first)
     if series is None:
         return "no tap fails by its numbers"
-    found = _displaced(case, series)
-    return found if isinstance(found, Answer) else _overwritten(case) or found
+    found = _find_displaced_rows(case, series)
+    return found if isinstance(found, KindResult) else _overwritten(case) or found
 
 
-def _overwritten(case: Case) -> Answer | None:
+def _overwritten(case: FailingComparison) -> KindResult | None:
     """Single rows that hold something else, at a layer where a computed error would not end so: what is wrong in
     a linear layer's state is forgotten slowly, and never between one token and the next."""
     series = case.first
@@ -52,7 +61,7 @@ def _overwritten(case: Case) -> Answer | None:
     if not places:
         return None
     request, first, count = places[0]
-    return Answer(
+    return KindResult(
         kinds=("ROWS",),
         sentence=f"{count} rows of request {case.requests[request].a.id!r} hold something else ({series.tap}, the "
         f"first token {first}) between rows that are exact: they were written over, not computed so",
@@ -61,20 +70,20 @@ def _overwritten(case: Case) -> Answer | None:
     )
 
 
-def _missing_rows(case: Case) -> Answer | None:
+def _missing_rows(case: FailingComparison) -> KindResult | None:
     """A request whose ids on one side are those of the other with a block left out."""
     for pair in case.a.requests:
         other = next((r for r in case.b.requests if r.id == pair.id), None)
         if other is None or other.token_ids == pair.token_ids or len(other.token_ids) == len(pair.token_ids):
             continue
-        side: Side = "a" if len(pair.token_ids) < len(other.token_ids) else "b"
+        side: ProfileSide = "a" if len(pair.token_ids) < len(other.token_ids) else "b"
         short, long = sorted((pair.token_ids, other.token_ids), key=len)
         gap = len(long) - len(short)
         start = next((i for i, (x, y) in enumerate(zip(short, long, strict=False)) if x != y), len(short))
         if start == len(short) or long[start + gap :] != short[start:]:
             continue
         block = math.gcd(start, gap) if start else gap
-        return Answer(
+        return KindResult(
             kinds=("ROWS",),
             sentence=f"side {side} lacks {gap} rows of request {pair.id!r}, from token {start} on; a block of "
             f"{block} divides the gap",
@@ -91,7 +100,9 @@ def _missing_rows(case: Case) -> Answer | None:
     return None
 
 
-def _aligned_again(case: Case, request: str, start: int, gap: int, side: Side) -> tuple[Repair, ...]:
+def _aligned_again(
+    case: FailingComparison, request: str, start: int, gap: int, side: ProfileSide
+) -> tuple[RepairResult, ...]:
     """The request's rows, those of the gap left out, compared after all."""
     short, long = (case.a, case.b) if side == "a" else (case.b, case.a)
     repairs = []
@@ -101,7 +112,7 @@ def _aligned_again(case: Case, request: str, start: int, gap: int, side: Side) -
         mine = short.tensor(request, series.tap)[: kept.shape[0]].double().numpy()
         n = min(len(mine), len(kept))
         repairs.append(
-            Repair(
+            RepairResult(
                 tap=series.tap,
                 against=f"rows without {start} to {start + gap - 1}",
                 before=relative(mine[:n], whole[:n]),
@@ -111,7 +122,7 @@ def _aligned_again(case: Case, request: str, start: int, gap: int, side: Side) -
     return tuple(repairs)
 
 
-def _empty_rows(case: Case) -> Answer | None:
+def _empty_rows(case: FailingComparison) -> KindResult | None:
     """Rows that are zero or not finite at every layer alike: never written, rather than computed so."""
     layers = [s for s in case.layers if s in case.failing]
     if not layers:
@@ -130,7 +141,7 @@ def _empty_rows(case: Case) -> Answer | None:
                 continue  # the embedding of those tokens is there: something computed the NaN
             block = math.gcd(int(at[0]), int(at.size)) if at[0] else int(at.size)
             name = case.requests[request].a.id
-            return Answer(
+            return KindResult(
                 kinds=("ROWS",),
                 sentence=f"{at.size} rows of request {name!r} are {what} at all {len(layers)} layers of side "
                 f"{side}, from token {at[0]} on (a block of {block}): they were never written",
@@ -147,14 +158,14 @@ def _empty_rows(case: Case) -> Answer | None:
     return None
 
 
-def _empty(rows: Rows) -> NDArray[np.bool_]:
+def _empty(rows: SampledRows) -> NDArray[np.bool_]:
     """[rows] whether a row is all zero or holds no finite element."""
     held = np.logical_and(np.isfinite(rows).any(axis=1), rows.any(axis=1))
     found: NDArray[np.bool_] = np.logical_not(held)
     return found
 
 
-def _displaced(case: Case, series: Series) -> Verdict:
+def _find_displaced_rows(case: FailingComparison, series: TapErrors) -> KindVerdict:
     """Look for each wrong row of a among all rows of b."""
     blocks = {r: case.rows("b", r, series.tap) for r in case.sample}
     most = max(1, min(ROWS_AGAINST, 2 * MAX_ELEMENTS // series.result.width))
@@ -177,12 +188,15 @@ def _displaced(case: Case, series: Series) -> Verdict:
     if share < ROWS_MATCHED:
         return f"{share:.0%} of the wrong rows are found in another place of the other side"
     moved = [(here, places[there]) for here, there, ok in zip(tried, best, found, strict=True) if ok]
-    return _moved(case, series, moved, share)
+    return _describe_moved_rows(case, series, moved, share)
 
 
-def _moved(
-    case: Case, series: Series, moved: list[tuple[tuple[int, int], tuple[int, int]]], share: float
-) -> Answer:
+def _describe_moved_rows(
+    case: FailingComparison,
+    series: TapErrors,
+    moved: list[tuple[tuple[int, int], tuple[int, int]]],
+    share: float,
+) -> KindResult:
     """Say how rows moved: by a constant, to other requests, or in no order."""
     shifts = [there[1] - here[1] for here, there in moved if here[0] == there[0]]
     elsewhere = sum(here[0] != there[0] for here, there in moved)
@@ -204,11 +218,11 @@ def _moved(
         own = np.stack([case.row("b", r, tap.tap, t) for (r, t), _ in moved])
         right = np.stack([case.row("b", r, tap.tap, t) for _, (r, t) in moved])
         repairs.append(
-            Repair(
+            RepairResult(
                 tap=tap.tap, against="the rows they are", before=relative(a, own), after=relative(a, right)
             )
         )
-    return Answer(
+    return KindResult(
         kinds=("ROWS",),
         sentence=f"{share:.0%} of the wrong rows of a lie elsewhere in b: {how}; put back, {repairs[0].tap} "
         f"is {repairs[0].after:.1e} from b, {repairs[0].before:.1e} before",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from parity.diagnosis.profile import Case, Rows, Series, relative
-from parity.diagnosis.records import Answer, Repair, Verdict
+from parity.diagnosis.profile import FailingComparison, SampledRows, TapErrors, relative
+from parity.diagnosis.records import KindResult, KindVerdict, RepairResult
 
 SEPARABLE = 20
 """Times the floor that may remain after a repair of a norm: its own epsilon and rounding come on top."""
@@ -25,13 +25,13 @@ def few(names: Sequence[str], limit: int = 4) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def other_weights(case: Case) -> list[str]:
+def other_weights(case: FailingComparison) -> list[str]:
     """Canonical names of parameters that differ or that only one side has."""
     a, b = case.a.manifest.target.weights, case.b.manifest.target.weights
     return [key for key in sorted({*a, *b}) if a.get(key) != b.get(key)] if a and b else []
 
 
-def same_weights(case: Case) -> bool:
+def same_weights(case: FailingComparison) -> bool:
     """Whether both sides hold checksums, and they agree."""
     a, b = case.a.manifest.target.weights, case.b.manifest.target.weights
     return bool(a) and a == b
@@ -42,7 +42,7 @@ def is_projection(key: str) -> bool:
     return key.endswith(".weight") and not any(part in key for part in NOT_PROJECTIONS)
 
 
-def load(case: Case) -> Verdict:
+def diagnose_load(case: FailingComparison) -> KindVerdict:
     """Other weights: by checksum; without checksums by what differs (embedding, final norm, head)."""
     first, keys = case.first, other_weights(case)
     if first is None:
@@ -53,14 +53,14 @@ def load(case: Case) -> Verdict:
             return f"only {few(keys)} differ, which is a matter of dtype"
         if len(keys) > 1 and all(is_projection(key) for key in keys) and _moderate(case):
             return f"{len(keys)} projections differ by little, as quantised ones do"
-        return Answer(
+        return KindResult(
             kinds=("LOAD",),
             sentence=f"the two sides hold other weights: {few(keys)} ({where})",
             next_step="load both sides from one checkpoint; look at the loader's missing and unexpected keys",
             evidence=(("parameters that differ", len(keys)), ("first", keys[0]), ("first tap", first.tap)),
         )
     if first.kind == "embed":
-        return Answer(
+        return KindResult(
             kinds=("LOAD",),
             sentence=f"what enters layer 0 differs already ({where}), and its rows are nowhere else in b: "
             "another embedding",
@@ -74,21 +74,21 @@ def load(case: Case) -> Verdict:
     return _late_weights(case, first, where)
 
 
-def _moderate(case: Case) -> bool:
+def _moderate(case: FailingComparison) -> bool:
     """Whether the first difference is within what quantising explains."""
     return case.first is not None and case.first.result.error_rms <= MODERATE
 
 
-def _late_weights(case: Case, first: Series, where: str) -> Verdict:
+def _late_weights(case: FailingComparison, first: TapErrors, where: str) -> KindVerdict:
     """The final norm or the head: everything before them is exact."""
     if first.kind == "post":
-        fit = separable(case.spread("a", first.tap), case.spread("b", first.tap))
+        fit = separable(case.sample_rows("a", first.tap), case.sample_rows("b", first.tap))
         if (
             fit is not None
             and case.explains(first, first.result.relative_l2, fit.residual, SEPARABLE)
             and fit.scale_spread < 1e-3
         ):
-            return Answer(
+            return KindResult(
                 kinds=("LOAD",),
                 sentence=f"only what the final norm returns differs ({where}), by one factor for each channel "
                 f"({fit.weight.min():.3g} to {fit.weight.max():.3g}): another norm weight; with these factors "
@@ -99,7 +99,7 @@ def _late_weights(case: Case, first: Series, where: str) -> Verdict:
                     ("largest factor", float(fit.weight.max())),
                 ),
                 repairs=(
-                    Repair(
+                    RepairResult(
                         tap=first.tap,
                         against="b times the factors",
                         before=first.result.relative_l2,
@@ -108,7 +108,7 @@ def _late_weights(case: Case, first: Series, where: str) -> Verdict:
                 ),
             )
     if first.kind == "logits":
-        return Answer(
+        return KindResult(
             kinds=("LOAD",),
             sentence=f"all states agree and the logits do not ({where}): another head, or one that is not tied",
             next_step="compare lm_head with the embedding; look at tie_word_embeddings and the vocabulary's size",
@@ -119,10 +119,10 @@ def _late_weights(case: Case, first: Series, where: str) -> Verdict:
     )
 
 
-class Separable:
+class RankOneFit:
     """a = scale[token] * weight[channel] * b, with what remains."""
 
-    def __init__(self, scale: Rows, weight: Rows, residual: float, rms: Rows) -> None:
+    def __init__(self, scale: SampledRows, weight: SampledRows, residual: float, rms: SampledRows) -> None:
         self.scale, self.weight, self.residual = scale, weight, residual
         self.scale_spread = float(scale.std() / abs(scale.mean())) if scale.size else 0.0
         # A norm divides each token by its own rms: scale * rms is then one number.
@@ -131,7 +131,7 @@ class Separable:
         self.rms_spread = float(rms.std() / rms.mean()) if rms.size else 0.0
 
 
-def separable(a: Rows, b: Rows, rounds: int = 60) -> Separable | None:
+def separable(a: SampledRows, b: SampledRows, rounds: int = 60) -> RankOneFit | None:
     """Fit one factor a token and one a channel by alternating least squares. None for too little data.
 
     Stops where it converged, and after three rounds where it leads nowhere.
@@ -155,4 +155,4 @@ def separable(a: Rows, b: Rows, rounds: int = 60) -> Separable | None:
                 break
     size = float(np.abs(weight).mean()) or 1.0
     weight, scale = weight / size, scale * size
-    return Separable(scale, weight, relative(scale[:, None] * weight * b, a), rms)
+    return RankOneFit(scale, weight, relative(scale[:, None] * weight * b, a), rms)

@@ -27,9 +27,9 @@ import torch
 
 from parity.errors import ParityError
 
-Kind = Literal["safetensors", "torch", "gzip", "npy", "pickle", "other"]
+FileKind = Literal["safetensors", "torch", "gzip", "npy", "pickle", "other"]
 """What a file's first bytes say it is. `pickle`: a bare pickle, or torch's format before 1.6."""
-SUFFIXES: dict[str, Kind] = {
+SUFFIXES: dict[str, FileKind] = {
     ".safetensors": "safetensors",
     ".npy": "npy",
     ".pt": "torch",
@@ -43,7 +43,7 @@ VALUE = "value"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class FileLimits:
     """How much a file of someone else's may ask of this machine."""
 
     expanded_bytes: int = 64 << 30
@@ -61,15 +61,15 @@ class Limits:
     """Folders below the given one that are looked into. SpecForge nests one deep."""
 
 
-LIMITS = Limits()
+FILE_LIMITS = FileLimits()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
+class TensorFile:
     """One file's tensors by key, read when they are touched."""
 
     path: Path
-    kind: Kind
+    kind: FileKind
     keys: tuple[str, ...]
     """Keys of its tensors, in the file's order."""
     values: Mapping[str, Any]
@@ -83,10 +83,10 @@ class Opened:
         except ParityError:
             raise
         except Exception as error:
-            raise _damaged(self.path, f"{key}: {_short(error)}") from error
+            raise _damaged_error(self.path, f"{key}: {_short(error)}") from error
 
 
-def files_below(root: Path, limits: Limits = LIMITS) -> tuple[Path, ...]:
+def files_below(root: Path, limits: FileLimits = FILE_LIMITS) -> tuple[Path, ...]:
     """Regular files at or below `root`, sorted; hidden files and `.lock` files are left out.
 
     Raises ParityError for a missing path, for a link that leaves the folder, for a linked folder, and for
@@ -150,7 +150,7 @@ def _outside(path: Path, found: str) -> ParityError:
     )
 
 
-def sniff(path: Path) -> Kind:
+def sniff(path: Path) -> FileKind:
     """What the file's first bytes say it is."""
     with path.open("rb") as stream:
         head = stream.read(16)
@@ -167,7 +167,7 @@ def sniff(path: Path) -> Kind:
     return "other"
 
 
-def kind_of(path: Path) -> Kind:
+def file_kind_of(path: Path) -> FileKind:
     """What the file is, by content; a name that promises something else is refused.
 
     Raises ParityError for a file whose name and content disagree, and for a bare pickle.
@@ -189,7 +189,7 @@ def kind_of(path: Path) -> Kind:
     return kind
 
 
-_WORDS: dict[Kind, str] = {
+_WORDS: dict[FileKind, str] = {
     "safetensors": "safetensors",
     "torch": "a torch file",
     "gzip": "a gzip stream",
@@ -199,9 +199,9 @@ _WORDS: dict[Kind, str] = {
 }
 
 
-def open_file(path: Path, limits: Limits = LIMITS) -> Opened:
+def open_file(path: Path, limits: FileLimits = FILE_LIMITS) -> TensorFile:
     """Open one file of a dump; see the module. Raises ParityError for anything that is not plain data."""
-    kind = kind_of(path)
+    kind = file_kind_of(path)
     _not_being_written(path)
     if kind == "safetensors":
         return _open_safetensors(path)
@@ -210,7 +210,7 @@ def open_file(path: Path, limits: Limits = LIMITS) -> Opened:
     if kind == "gzip":
         with _expanded(path, limits) as inner:
             if sniff(inner) != "torch":
-                raise _damaged(path, f"the gzip stream holds {_WORDS[sniff(inner)]}, no torch file")
+                raise _damaged_error(path, f"the gzip stream holds {_WORDS[sniff(inner)]}, no torch file")
             return _open_torch(inner, path, limits)
     if kind == "npy":
         return _open_npy(path)
@@ -237,18 +237,18 @@ def _not_being_written(path: Path) -> None:
             ) from error
 
 
-def _open_safetensors(path: Path) -> Opened:
+def _open_safetensors(path: Path) -> TensorFile:
     from safetensors import safe_open
 
     try:
         handle = safe_open(path, framework="pt")
         keys = tuple(handle.keys())
     except Exception as error:
-        raise _damaged(path, _short(error)) from error
-    return Opened(path=path, kind="safetensors", keys=keys, values={}, read=handle.get_tensor)
+        raise _damaged_error(path, _short(error)) from error
+    return TensorFile(path=path, kind="safetensors", keys=keys, values={}, read=handle.get_tensor)
 
 
-def _open_npy(path: Path) -> Opened:
+def _open_npy(path: Path) -> TensorFile:
     try:
         # copy on write: torch warns of an array that it must not write to
         array = np.load(path, mmap_mode="c", allow_pickle=False)
@@ -256,12 +256,14 @@ def _open_npy(path: Path) -> Opened:
     except Exception as error:  # numpy's header parser raises whatever its tokenizer does
         code = any(word in str(error) for word in ("Object arrays", "Python objects", "pickle"))
         raise (
-            _refused(path, "an array of Python objects") if code else _damaged(path, _short(error))
+            _refused_error(path, "an array of Python objects")
+            if code
+            else _damaged_error(path, _short(error))
         ) from error
-    return Opened(path=path, kind="npy", keys=(VALUE,), values={}, read={VALUE: tensor}.__getitem__)
+    return TensorFile(path=path, kind="npy", keys=(VALUE,), values={}, read={VALUE: tensor}.__getitem__)
 
 
-def _open_torch(path: Path, named: Path, limits: Limits) -> Opened:
+def _open_torch(path: Path, named: Path, limits: FileLimits) -> TensorFile:
     """A torch file whose tensors are mapped from `path`; errors name `named`."""
     _check_zip(path, named, limits)
     try:
@@ -280,19 +282,19 @@ def _open_torch(path: Path, named: Path, limits: Limits) -> Opened:
         key: _plain(named, key, value) for key, value in data.items() if isinstance(value, torch.Tensor)
     }
     values = {key: value for key, value in data.items() if key not in tensors}
-    return Opened(path=named, kind="torch", keys=tuple(tensors), values=values, read=tensors.__getitem__)
+    return TensorFile(path=named, kind="torch", keys=tuple(tensors), values=values, read=tensors.__getitem__)
 
 
-def _check_zip(path: Path, named: Path, limits: Limits) -> None:
+def _check_zip(path: Path, named: Path, limits: FileLimits) -> None:
     """A torch file stores its records plainly: no compression (which could be a bomb), none larger than it is."""
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
-        raise _damaged(named, f"its zip directory cannot be read ({_short(error)})") from error
+        raise _damaged_error(named, f"its zip directory cannot be read ({_short(error)})") from error
     descriptions = [record for record in records if record.filename.endswith("/data.pkl")]
     if len(descriptions) != 1:
-        raise _damaged(named, f"a zip archive with {len(descriptions)} data.pkl, so no torch file")
+        raise _damaged_error(named, f"a zip archive with {len(descriptions)} data.pkl, so no torch file")
     packed = [record.filename for record in records if record.compress_type != zipfile.ZIP_STORED]
     total = sum(record.file_size for record in records)
     if packed or total > path.stat().st_size:
@@ -319,10 +321,10 @@ def _not_loaded(path: Path, named: Path, error: Exception) -> ParityError:
     except Exception:  # the description itself is damaged
         unsafe = []
     if unsafe:
-        return _refused(named, f"{', '.join(sorted(unsafe)[:3])}")
+        return _refused_error(named, f"{', '.join(sorted(unsafe)[:3])}")
     if "Weights only" in str(error) or "unsupported" in str(error).lower():
-        return _refused(named, _short(error))
-    return _damaged(named, _short(error))
+        return _refused_error(named, _short(error))
+    return _damaged_error(named, _short(error))
 
 
 def _plain(path: Path, key: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -347,7 +349,7 @@ def _plain(path: Path, key: str, tensor: torch.Tensor) -> torch.Tensor:
 class _expanded:
     """A gzip stream as a plain file for the length of a `with`; a map made in it outlives the name."""
 
-    def __init__(self, path: Path, limits: Limits) -> None:
+    def __init__(self, path: Path, limits: FileLimits) -> None:
         self.path, self.limits = path, limits
 
     def __enter__(self) -> Path:
@@ -359,7 +361,7 @@ class _expanded:
                     out.write(block)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             self.file.unlink()
-            raise _damaged(self.path, f"a broken gzip stream ({_short(error)})") from error
+            raise _damaged_error(self.path, f"a broken gzip stream ({_short(error)})") from error
         except OSError as error:
             self.file.unlink()
             raise ParityError(
@@ -390,11 +392,11 @@ class _expanded:
                 yield block
 
 
-def _damaged(path: Path, found: str) -> ParityError:
+def _damaged_error(path: Path, found: str) -> ParityError:
     return ParityError(f"the file {path}", f"damaged or cut short: {found}", "write that file again")
 
 
-def _refused(path: Path, what: str) -> ParityError:
+def _refused_error(path: Path, what: str) -> ParityError:
     return ParityError(
         f"plain tensors in {path}",
         f"{what}, which would run code when it is read; nothing was run",

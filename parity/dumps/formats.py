@@ -10,24 +10,24 @@ from typing import Literal
 
 import torch
 
-from parity.dumps.files import LIMITS, Limits, Opened, open_file
+from parity.dumps.files import FILE_LIMITS, FileLimits, TensorFile, open_file
 from parity.dumps.mapping import Format, SideMap, parse_axes
 from parity.dumps.pieces import (
-    Held,
-    Piece,
-    Place,
+    DumpRequest,
     Read,
     Role,
-    agreed,
+    StatePiece,
+    TensorPlace,
     dtype_of,
     request_id,
-    split,
+    require_same_pieces,
+    split_tensor,
     take,
     token_ids_of,
 )
 from parity.errors import ParityError
 
-TOKEN_IDS = ("token_ids", "input_ids")
+TOKEN_ID_KEYS = ("token_ids", "input_ids")
 """Keys that hold token ids wherever a mapping does not say otherwise."""
 PRENORM_FLAG = "hidden_states_prenorm"
 """Model-Optimizer's word for a last state from before the final norm; its reader takes its absence for post."""
@@ -102,11 +102,11 @@ def read_contract(
     side: SideMap,
     *,
     width: int | None = None,
-    limits: Limits = LIMITS,
+    limits: FileLimits = FILE_LIMITS,
 ) -> Read:
     """A format with one file for each request. Raises ParityError for a file that breaks its contract."""
-    requests: list[Held] = []
-    pieces: list[Piece] | None = None
+    requests: list[DumpRequest] = []
+    pieces: list[StatePiece] | None = None
     for path in files:
         opened = open_file(path, limits)
         contract = CONTRACTS[kind]
@@ -123,8 +123,10 @@ def read_contract(
             )
         ids = token_ids_of(opened, ids_key)
         places, own = _pieces_of(opened, contract, side, width, len(ids), kind)
-        pieces = agreed(pieces, own, path, files[0])
-        requests.append(Held(id=request_id(path, root, side), token_ids=ids, rows=len(ids), places=places))
+        pieces = require_same_pieces(pieces, own, path, files[0])
+        requests.append(
+            DumpRequest(id=request_id(path, root, side), token_ids=ids, rows=len(ids), places=places)
+        )
     scaled = {
         dtype_of(open_file(place.file, limits), place.key)
         for held in requests[:1]
@@ -139,11 +141,11 @@ def read_contract(
 
 
 def _pieces_of(
-    opened: Opened, contract: _Contract, side: SideMap, width: int | None, rows: int, kind: Format
-) -> tuple[dict[str, tuple[Place, ...]], list[Piece]]:
+    opened: TensorFile, contract: _Contract, side: SideMap, width: int | None, rows: int, kind: Format
+) -> tuple[dict[str, tuple[TensorPlace, ...]], list[StatePiece]]:
     """Places and pieces of one request's file."""
-    places: dict[str, tuple[Place, ...]] = {}
-    pieces: list[Piece] = []
+    places: dict[str, tuple[TensorPlace, ...]] = {}
+    pieces: list[StatePiece] = []
     hidden = side.hidden or _own_width(opened, contract) or width
     for stored in contract.stored:
         if stored.key not in opened.keys or not opened.tensor(stored.key).numel():
@@ -152,17 +154,17 @@ def _pieces_of(
         if contract.scales and stored.key == contract.scales[0] and contract.scales[1] in opened.keys:
             scales = contract.scales[1]
         axes = parse_axes(side.axes_of(stored.key) or stored.axes, stored.key)
-        for place, name, channels in split(opened, stored.key, axes, hidden, rows):
+        for place, name, channels in split_tensor(opened, stored.key, axes, hidden, rows):
             places[name] = (replace(place, scales=scales),)
             dtype = "bfloat16" if scales else dtype_of(opened, stored.key)
-            pieces.append(Piece(name=name, dtype=dtype, width=channels, role=stored.role))
+            pieces.append(StatePiece(name=name, dtype=dtype, width=channels, role=stored.role))
         if stored.role == "last" or stored.last_too or (side.last is not None and stored.axes == "T L H"):
-            norm, promise = _promised(opened, stored, side, kind)
+            norm, promise = _norm_state_of(opened, stored, side, kind)
             pieces[-1] = replace(pieces[-1], role="last", norm=norm, promise=promise)
     return places, pieces
 
 
-def _own_width(opened: Opened, contract: _Contract) -> int | None:
+def _own_width(opened: TensorFile, contract: _Contract) -> int | None:
     """Channels of one layer, where the file holds a last state of that width."""
     for stored in contract.stored:
         if stored.axes == "T H" and stored.key in opened.keys:
@@ -170,8 +172,8 @@ def _own_width(opened: Opened, contract: _Contract) -> int | None:
     return None
 
 
-def _promised(
-    opened: Opened, stored: _Stored, side: SideMap, kind: Format
+def _norm_state_of(
+    opened: TensorFile, stored: _Stored, side: SideMap, kind: Format
 ) -> tuple[Literal["pre", "post"] | None, str]:
     """Norm state of a last slice, and who says so: the mapping, the file's flag, the format."""
     if side.last is not None:
@@ -190,7 +192,7 @@ def _promised(
 class _Plain:
     """What a plain dump says of one request, gathered file by file."""
 
-    sources: dict[str, tuple[Opened, str]] = field(default_factory=dict)
+    sources: dict[str, tuple[TensorFile, str]] = field(default_factory=dict)
     ids: tuple[int, ...] | None = None
 
 
@@ -200,7 +202,7 @@ def read_plain(
     side: SideMap,
     *,
     width: int | None = None,
-    limits: Limits = LIMITS,
+    limits: FileLimits = FILE_LIMITS,
 ) -> Read:
     """Tensors by name: a file for each request, or for each request and tap (npy, or `{tap}` in `files`).
 
@@ -215,8 +217,8 @@ def read_plain(
         for key in opened.keys:
             name = tap if tap is not None and len(opened.keys) == 1 else key
             _take_source(held, name, opened, key, side, skipped)
-    requests: list[Held] = []
-    pieces: list[Piece] | None = None
+    requests: list[DumpRequest] = []
+    pieces: list[StatePiece] | None = None
     for request, held in gathered.items():
         if not held.sources:
             raise ParityError(
@@ -226,13 +228,13 @@ def read_plain(
             )
         places, own, rows = _plain_pieces(held, side, width)
         first = next(iter(held.sources.values()))[0].path
-        pieces = agreed(pieces, own, first, files[0])
-        requests.append(Held(id=request, token_ids=held.ids, rows=rows, places=places))
+        pieces = require_same_pieces(pieces, own, first, files[0])
+        requests.append(DumpRequest(id=request, token_ids=held.ids, rows=rows, places=places))
     left = [f"no states, so left out: {', '.join(sorted(skipped))}"] if skipped else []
     return requests, pieces or [], left
 
 
-def _plain_name(path: Path, root: Path, side: SideMap, opened: Opened) -> tuple[str, str | None]:
+def _plain_name(path: Path, root: Path, side: SideMap, opened: TensorFile) -> tuple[str, str | None]:
     """Request and tap that a file's name stands for. An npy file is one tap, in a folder for each request."""
     name = path.relative_to(root).as_posix() if path != root else path.name
     if side.files is not None:
@@ -244,10 +246,12 @@ def _plain_name(path: Path, root: Path, side: SideMap, opened: Opened) -> tuple[
     return request_id(path, root, side), None
 
 
-def _take_source(held: _Plain, name: str, opened: Opened, key: str, side: SideMap, skipped: set[str]) -> None:
+def _take_source(
+    held: _Plain, name: str, opened: TensorFile, key: str, side: SideMap, skipped: set[str]
+) -> None:
     """Sort one tensor: token ids, states, or neither (masks, positions)."""
     tensor = opened.tensor(key)
-    if name == side.token_ids or (side.token_ids is None and name in TOKEN_IDS):
+    if name == side.token_ids or (side.token_ids is None and name in TOKEN_ID_KEYS):
         held.ids = token_ids_of(opened, key)
     elif name in held.sources:
         raise ParityError(
@@ -268,13 +272,13 @@ def _is_bits(tensor: torch.Tensor, side: SideMap) -> bool:
 
 def _plain_pieces(
     held: _Plain, side: SideMap, width: int | None
-) -> tuple[dict[str, tuple[Place, ...]], list[Piece], int]:
+) -> tuple[dict[str, tuple[TensorPlace, ...]], list[StatePiece], int]:
     """Places, pieces and rows of one request.
 
     Without declared axes a tensor is [T, H], [1, T, H] or, where the token ids say which axis is T, [T, L, H].
     """
-    places: dict[str, tuple[Place, ...]] = {}
-    pieces: list[Piece] = []
+    places: dict[str, tuple[TensorPlace, ...]] = {}
+    pieces: list[StatePiece] = []
     counts: dict[str, int] = {}
     rows = len(held.ids) if held.ids is not None else None
     for name, (opened, key) in held.sources.items():
@@ -282,11 +286,11 @@ def _plain_pieces(
         stacked = len(shape) == 3 and rows is not None and shape[0] == rows
         axes = parse_axes(side.axes_of(name) or ("T L H" if stacked else "T H"), name)
         bits = _is_bits(opened.tensor(key), side)
-        for place, part, channels in split(opened, key, axes, side.hidden or width, rows, bits=bits):
+        for place, part, channels in split_tensor(opened, key, axes, side.hidden or width, rows, bits=bits):
             label = name + part.removeprefix(key)
             places[label] = (place,)
             dtype = "bfloat16" if bits else dtype_of(opened, key)
-            pieces.append(Piece(name=label, dtype=dtype, width=channels, role="tensor"))
+            pieces.append(StatePiece(name=label, dtype=dtype, width=channels, role="tensor"))
             counts[label] = int(take(opened, place).shape[0])
     if len(set(counts.values())) != 1:
         raise ParityError(

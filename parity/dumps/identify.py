@@ -23,7 +23,7 @@ from parity.errors import NothingComparable
 from parity.kernel.sums import channel_mean_square, pick_outliers
 from parity.tracing.trace import RequestEntry, Trace
 
-NEAR = 0.3
+NEAR_TIE = 0.3
 """Largest distance of a match. Two unrelated states are 1.4 apart; bfloat16 over 64 layers, fp8 states and a
 4-bit target stay below .2."""
 APART = 2.0
@@ -46,7 +46,7 @@ How = Literal["equal", "norm", "nothing", "ambiguous"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Match:
+class SliceMatch:
     """What one slice was found to be."""
 
     slice: str
@@ -79,23 +79,23 @@ class Identification:
     """What all slices of one side were found to be."""
 
     side: Literal["a", "b"]
-    matches: tuple[Match, ...]
+    matches: tuple[SliceMatch, ...]
     rows: int
     """Tokens that were compared."""
 
     @property
     def shift(self) -> int | None:
         """By how many layers all declared ids are off, 0 where they hold; None where they do not agree."""
-        pairs = [(layer_of(match.declared), layer_of(match.found)) for match in self.matches]
+        pairs = [(layer_of_tap(match.declared), layer_of_tap(match.found)) for match in self.matches]
         shifts = {found - declared for declared, found in pairs if declared is not None and found is not None}
         return shifts.pop() if len(shifts) == 1 else None
 
-    def match(self, name: str) -> Match:
+    def match(self, name: str) -> SliceMatch:
         """The match of that slice."""
         return next(match for match in self.matches if match.slice == name)
 
 
-def layer_of(tap: str | None) -> int | None:
+def layer_of_tap(tap: str | None) -> int | None:
     """0-based decoder layer of `layer.N.out`, -1 for the embedding, None for another tap."""
     if tap == "embed.out":
         return -1
@@ -213,7 +213,7 @@ def _distance(mine: torch.Tensor, state: torch.Tensor) -> float:
 
 def _apart(reference: Trace) -> float:
     """How much further the next tap has to be: less where the reference holds every layer's output."""
-    held = {layer_of(tap) for tap in reference.taps}
+    held = {layer_of_tap(tap) for tap in reference.taps}
     layers = reference.manifest.target.layers
     return APART_WHOLE if layers > 1 and held >= set(range(layers)) else APART
 
@@ -228,7 +228,7 @@ class _Claim:
     apart: float
 
 
-def _nearest(claim: _Claim, distances: Names[str, float], twins: Names[str, str]) -> Match:
+def _nearest(claim: _Claim, distances: Names[str, float], twins: Names[str, str]) -> SliceMatch:
     """The nearest tap, if it is near and alone; of taps that hold the same numbers, the one that was meant."""
     ordered = sorted(distances, key=distances.__getitem__)
     group = [tap for tap in ordered if twins[tap] == twins[ordered[0]]]
@@ -238,11 +238,11 @@ def _nearest(claim: _Claim, distances: Names[str, float], twins: Names[str, str]
     distance = distances[best] if best else math.inf
     other, further = (rest[0], distances[rest[0]]) if rest else ("", math.inf)
     how: How = "equal"
-    if distance > NEAR:
+    if distance > NEAR_TIE:
         how = "nothing"
     elif further < claim.apart * distance:
         how = "ambiguous"
-    return Match(
+    return SliceMatch(
         slice=claim.name,
         declared=claim.declared,
         found=best if how == "equal" else None,
@@ -255,7 +255,7 @@ def _nearest(claim: _Claim, distances: Names[str, float], twins: Names[str, str]
     )
 
 
-def _through_norm(match: Match, mine: torch.Tensor, states: Names[str, torch.Tensor]) -> Match:
+def _through_norm(match: SliceMatch, mine: torch.Tensor, states: Names[str, torch.Tensor]) -> SliceMatch:
     """Whether the slice is the final norm of the reference's pre-norm state, or the other way round.
 
     RMSNorm is x / rms(x) * w. Both sides are divided by their rms a token, one factor a channel is fitted on the even
@@ -296,7 +296,7 @@ def _hint(dump: Trace, reference: Trace, name: str, pair: tuple[RequestEntry, Re
         state = reference.tensor(theirs_of.id, tap)[:rows].to(torch.float32)
         keep = _without_massive(state)
         for shift in (1, -1):
-            if _distance(mine.roll(shift, 0)[1:-1, keep], state[1:-1, keep]) <= NEAR:
+            if _distance(mine.roll(shift, 0)[1:-1, keep], state[1:-1, keep]) <= NEAR_TIE:
                 return f"it is {tap}, one token {'late' if shift < 0 else 'early'}"
         by_channel = _alike(mine, state, 0)
         if _alike(mine[:, keep], state[:, keep], 1) == "reordered" and by_channel == "equal":

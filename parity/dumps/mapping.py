@@ -29,7 +29,7 @@ from parity.errors import ParityError
 
 Format = Literal["speculators", "vllm", "specforge", "modelopt", "sglang", "plain"]
 FORMATS: tuple[str, ...] = get_args(Format)
-Align = Literal["tokens", "order"]
+RowAlignment = Literal["tokens", "order"]
 _AXES = {"B", "1", "T", "L", "H", "(L H)"}
 _HOLE = re.compile(r"\{(\w+)\}")
 
@@ -111,7 +111,7 @@ class SideMap(_Part):
         found = re.fullmatch(pattern.replace(r"\{tap\}", "(?P<tap>[^/]+?)"), name)
         return found.groupdict() if found else None
 
-    def wanted(self, sources: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    def match_sources(self, sources: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
         """Our tap names, each with the source names that are summed for it, for the sources at hand.
 
         Raises ParityError where `taps` names a source that is not there.
@@ -139,7 +139,7 @@ class Mapping(_Part):
 
     a: SideMap = SideMap()
     b: SideMap = SideMap()
-    align: Align = "tokens"
+    align: RowAlignment = "tokens"
 
     @classmethod
     def load(cls, path: Path) -> "Mapping":

@@ -4,7 +4,7 @@
     pair.a.format, pair.a.trace.taps                      # `speculators`, (`layer.1.out`, ..., `final.prenorm`)
     compare_traces(pair.a.trace, pair.b.trace, taps=pair.taps)
 
-A `Dump` is a `Trace` whose tensors lie in another tool's files, so everything that reads traces reads dumps. What
+A `DumpTrace` is a `Trace` whose tensors lie in another tool's files, so everything that reads traces reads dumps. What
 a dump does not say (target, weights, backend) its manifest does not claim: see `parity.tracing.trace.NOT_STATED`.
 """
 
@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Literal
 
 from parity.comparison.sketch import open_trace
-from parity.dumps.files import LIMITS, Limits
-from parity.dumps.identify import LAST, Identification, Match, identify, layer_of
-from parity.dumps.mapping import Align, Format, Mapping, SideMap
-from parity.dumps.trace import Dump as Dump
+from parity.dumps.files import FILE_LIMITS, FileLimits
+from parity.dumps.identify import LAST, Identification, SliceMatch, identify, layer_of_tap
+from parity.dumps.mapping import Format, Mapping, RowAlignment, SideMap
+from parity.dumps.trace import DumpTrace as DumpTrace
 from parity.dumps.trace import dump_of, state_width, unsplit
 from parity.errors import NothingComparable, ParityError
-from parity.tracing.trace import MANIFEST, PARTIAL, SCHEMA, SKETCH_SCHEMA, RequestEntry, Trace
+from parity.tracing.trace import MANIFEST, PARTIAL, SKETCH_SCHEMA, TRACE_SCHEMA, RequestEntry, Trace
 
 Letter = Literal["a", "b"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
+class DumpSide:
     """One side of a comparison, and how it was read."""
 
     letter: Letter
@@ -51,18 +51,18 @@ class Side:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
+class ComparablePair:
     """Two sides that can be compared."""
 
-    a: Side
-    b: Side
+    a: DumpSide
+    b: DumpSide
     taps: tuple[str, ...] | None
     """What to compare: a dump of a few layers against a whole trace asks for those layers only."""
     by_order: bool = False
     """Whether rows were paired by their order, because a side has no token ids."""
 
     @property
-    def sides(self) -> tuple[Side, Side]:
+    def sides(self) -> tuple[DumpSide, DumpSide]:
         """Both."""
         return self.a, self.b
 
@@ -80,7 +80,7 @@ def is_trace(path: Path) -> bool:
         data = json.loads(manifest.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError):
         return any(path.glob("request-*.safetensors"))
-    ours = (SCHEMA.partition("/")[0], SKETCH_SCHEMA.partition("/")[0])
+    ours = (TRACE_SCHEMA.partition("/")[0], SKETCH_SCHEMA.partition("/")[0])
     return isinstance(data, dict) and str(data.get("schema")).startswith(ours)
 
 
@@ -89,9 +89,9 @@ def open_pair(
     b: Path | Trace,
     mapping: Mapping | None = None,
     *,
-    align: Align | None = None,
-    limits: Limits = LIMITS,
-) -> Pair:
+    align: RowAlignment | None = None,
+    limits: FileLimits = FILE_LIMITS,
+) -> ComparablePair:
     """Open two paths, each a trace or a dump of any known format, and give their taps common names. What was opened
     before is taken as it is.
 
@@ -111,11 +111,11 @@ def open_pair(
             opened[letter] = dump_of(given, parts[letter], state_width(other), limits)
     read = opened["b"]
     if (
-        isinstance(b, Path) and isinstance(read, Dump) and unsplit(read)
+        isinstance(b, Path) and isinstance(read, DumpTrace) and unsplit(read)
     ):  # side a may know the width of a layer
         opened["b"] = dump_of(b, parts["b"], state_width(opened["a"]), limits)
     first, second, by_order = _with_tokens(opened["a"], opened["b"], align or mapping.align)
-    return _named(first, second, mapping, by_order)
+    return _name_slices(first, second, mapping, by_order)
 
 
 def _trace(given: Path | Trace, letter: str, part: SideMap) -> Trace:
@@ -129,12 +129,12 @@ def _trace(given: Path | Trace, letter: str, part: SideMap) -> Trace:
     return given if isinstance(given, Trace) else open_trace(given)
 
 
-def _with_tokens(a: Trace, b: Trace, align: Align) -> tuple[Trace, Trace, bool]:
+def _with_tokens(a: Trace, b: Trace, align: RowAlignment) -> tuple[Trace, Trace, bool]:
     """Both sides with token ids: a side without them gets the other's, in order, where that was asked for.
 
     Raises NothingComparable where it was not, and where the requests' numbers or lengths differ.
     """
-    lacking = [side for side in (a, b) if isinstance(side, Dump) and not side.contents.has_token_ids]
+    lacking = [side for side in (a, b) if isinstance(side, DumpTrace) and not side.contents.has_token_ids]
     if not lacking:
         return a, b, False
     if align != "order":
@@ -166,9 +166,9 @@ def _with_tokens(a: Trace, b: Trace, align: Align) -> tuple[Trace, Trace, bool]:
     return a, _with_ids(b, a.requests), True
 
 
-def _with_ids(side: Trace, given: Sequence[RequestEntry]) -> Dump:
+def _with_ids(side: Trace, given: Sequence[RequestEntry]) -> DumpTrace:
     """A dump whose requests are called and tokenised like these, one by one."""
-    assert isinstance(side, Dump), "only dumps lack token ids"
+    assert isinstance(side, DumpTrace), "only dumps lack token ids"
     taken = ("id", "token_ids", "token_texts")
     return side.with_requests(
         [
@@ -178,40 +178,40 @@ def _with_ids(side: Trace, given: Sequence[RequestEntry]) -> Dump:
     )
 
 
-def _named(a: Trace, b: Trace, mapping: Mapping, by_order: bool) -> Pair:
+def _name_slices(a: Trace, b: Trace, mapping: Mapping, by_order: bool) -> ComparablePair:
     """Find each dump's slices in the other side, and give both sides the found names."""
-    declared = {"a": _declared(a, mapping.a), "b": _declared(b, mapping.b)}
+    declared = {"a": _declare_taps(a, mapping.a), "b": _declare_taps(b, mapping.b)}
     found: dict[Letter, Identification] = {}
-    if isinstance(b, Dump):
-        if isinstance(a, Dump):
-            b = b.renamed(declared["b"][0])  # nothing to hold it against: what is declared has to serve
+    if isinstance(b, DumpTrace):
+        if isinstance(a, DumpTrace):
+            b = b.rename_taps(declared["b"][0])  # nothing to hold it against: what is declared has to serve
         else:
-            b, found["b"] = _found("b", b, a, *declared["b"])
-    if isinstance(a, Dump):
+            b, found["b"] = _apply_names("b", b, a, *declared["b"])
+    if isinstance(a, DumpTrace):
         names, _ = declared["a"]
-        if isinstance(b, Dump):
-            names = _expected(a, b, names)
-        a, found["a"] = _found("a", a, b, names, declared["a"][1])
+        if isinstance(b, DumpTrace):
+            names = _expect_names(a, b, names)
+        a, found["a"] = _apply_names("a", a, b, names, declared["a"][1])
     one = _side("a", a, b, found.get("a"), declared["a"][1])
     two = _side("b", b, a, found.get("b"), declared["b"][1])
     foreign = [side for side in (one, two) if side.foreign]
     taps = foreign[0].trace.taps if len(foreign) == 1 else None
-    return Pair(a=one, b=two, taps=taps, by_order=by_order)
+    return ComparablePair(a=one, b=two, taps=taps, by_order=by_order)
 
 
 def _side(
     letter: Letter, trace: Trace, other: Trace, found: Identification | None, promises: Names[str, str]
-) -> Side:
+) -> DumpSide:
     """One side with how it was read."""
-    dump = trace.contents if isinstance(trace, Dump) else None
-    return Side(
+    dump = trace.contents if isinstance(trace, DumpTrace) else None
+    return DumpSide(
         letter=letter,
         trace=trace,
         format=dump.format if dump is not None else "trace",
         notes=dump.notes if dump is not None else (),
         found=found,
         held=other.taps,
-        against_dump=isinstance(other, Dump),
+        against_dump=isinstance(other, DumpTrace),
         promises=promises,
     )
 
@@ -219,14 +219,14 @@ def _side(
 Declared = tuple[dict[str, str], dict[str, str]]
 
 
-def _declared(side: Trace, part: SideMap) -> Declared:
+def _declare_taps(side: Trace, part: SideMap) -> Declared:
     """What each tap of a dump is said to be, and by whom: the mapping, the format, the name itself."""
-    if not isinstance(side, Dump):
+    if not isinstance(side, DumpTrace):
         return {}, {}
     names: dict[str, str] = {}
     promises: dict[str, str] = {}
     for tap in side.taps:
-        if layer_of(tap) is not None or tap in LAST:
+        if layer_of_tap(tap) is not None or tap in LAST:
             names[tap], promises[tap] = tap, "the mapping" if part.taps else "its name"
     pieces = {piece.name: piece for piece in side.contents.pieces}
     for tap, sources in side.sources.items():
@@ -250,7 +250,7 @@ def _declared(side: Trace, part: SideMap) -> Declared:
     return names, promises
 
 
-def _expected(a: Dump, b: Dump, names: dict[str, str]) -> dict[str, str]:
+def _expect_names(a: DumpTrace, b: DumpTrace, names: dict[str, str]) -> dict[str, str]:
     """What two dumps without a reference owe each other: the same name, or else the same place in the order."""
     expected = {tap: name for tap, name in names.items() if name in b.taps}
     expected |= {tap: tap for tap in a.taps if tap in b.taps and tap not in names}
@@ -261,17 +261,21 @@ def _expected(a: Dump, b: Dump, names: dict[str, str]) -> dict[str, str]:
     return names | expected
 
 
-def _found(
-    letter: Letter, dump: Dump, reference: Trace, names: Names[str, str], promises: Names[str, str]
-) -> tuple[Dump, Identification]:
+def _apply_names(
+    letter: Letter, dump: DumpTrace, reference: Trace, names: Names[str, str], promises: Names[str, str]
+) -> tuple[DumpTrace, Identification]:
     """The dump under the names that were found, and how."""
     last = [tap for tap, name in names.items() if name in LAST]
     found = identify(dump, reference, side=letter, declared=names, last=last)
     for match in found.matches:
-        if match.found is None and match.declared is None and not isinstance(reference, Dump):
+        if match.found is None and match.declared is None and not isinstance(reference, DumpTrace):
             raise _not_found(dump, match, reference)
     told = {"the mapping", "its name"} & set(promises.values())  # what only a format promises is no name
-    if not told and not isinstance(reference, Dump) and all(match.found is None for match in found.matches):
+    if (
+        not told
+        and not isinstance(reference, DumpTrace)
+        and all(match.found is None for match in found.matches)
+    ):
         raise _not_found(dump, found.matches[0], reference)
     chosen: dict[str, str] = {}
     for match in sorted(
@@ -280,16 +284,16 @@ def _found(
         name = match.found or match.declared
         if name is not None and name not in chosen.values():
             chosen[match.slice] = name
-    if isinstance(reference, Dump):
-        return dump.renamed(chosen), found
+    if isinstance(reference, DumpTrace):
+        return dump.rename_taps(chosen), found
     texts = {entry.token_ids: entry.token_texts for entry in reference.requests}
     shown = [
         entry.model_copy(update={"token_texts": texts.get(entry.token_ids, ())}) for entry in dump.requests
     ]
-    return dump.renamed(chosen, reference.manifest).with_requests(shown), found
+    return dump.rename_taps(chosen, reference.manifest).with_requests(shown), found
 
 
-def _not_found(dump: Dump, match: Match, reference: Trace) -> ParityError:
+def _not_found(dump: DumpTrace, match: SliceMatch, reference: Trace) -> ParityError:
     """Why nobody can say which layer a slice is."""
     numbers = (
         f"nearest is {match.nearest} at {match.distance:.2g}" if match.nearest else "no tap of its width"

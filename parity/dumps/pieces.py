@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from parity.dumps.files import Opened
+from parity.dumps.files import TensorFile
 from parity.dumps.mapping import Format, SideMap
 from parity.errors import ParityError
 
@@ -23,7 +23,7 @@ FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class TensorPlace:
     """[rows, channels] somewhere in a file."""
 
     file: Path
@@ -42,7 +42,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class StatePiece:
     """One slice of every request of a dump."""
 
     name: str
@@ -57,28 +57,28 @@ class Piece:
 
 
 @dataclass(kw_only=True, slots=True)
-class Held:
+class DumpRequest:
     """One request: its tokens (None where the dump does not say) and where each piece lies."""
 
     id: str
     token_ids: tuple[int, ...] | None
     rows: int
-    places: dict[str, tuple[Place, ...]]
+    places: dict[str, tuple[TensorPlace, ...]]
     """Piece name to places, one below the other."""
 
 
-Read = tuple[list[Held], list[Piece], list[str]]
+Read = tuple[list[DumpRequest], list[StatePiece], list[str]]
 """Requests, the pieces that each of them has, and what was left out, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contents:
+class DumpContents:
     """A dump, read as far as its headers and token ids."""
 
     format: Format
     root: Path
-    requests: tuple[Held, ...]
-    pieces: tuple[Piece, ...]
+    requests: tuple[DumpRequest, ...]
+    pieces: tuple[StatePiece, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -87,15 +87,15 @@ class Contents:
         return all(request.token_ids is not None for request in self.requests)
 
 
-def split(
-    opened: Opened,
+def split_tensor(
+    opened: TensorFile,
     key: str,
     axes: tuple[str, ...],
     hidden: int | None,
     rows: int | None,
     *,
     bits: bool = False,
-) -> list[tuple[Place, str, int]]:
+) -> list[tuple[TensorPlace, str, int]]:
     """Place, name and channels of each layer in one tensor. An axis (L H) of unknown width stays whole.
 
     Raises ParityError where the tensor does not have these axes, or not `rows` tokens.
@@ -117,7 +117,7 @@ def split(
         raise ParityError(
             f"{key} of {opened.path} as states", f"{dtype_of(opened, key)}", "save floating-point states"
         )
-    whole = Place(file=opened.path, key=key, axes=axes, hidden=hidden, bits=bits)
+    whole = TensorPlace(file=opened.path, key=key, axes=axes, hidden=hidden, bits=bits)
     if "L" in found:
         layers, channels = found["L"], found["H"]
     elif "(L H)" in found and hidden is not None:
@@ -134,7 +134,7 @@ def split(
     return [(replace(whole, layer=index), f"{key}.{index}", channels) for index in range(layers)]
 
 
-def take(opened: Opened, place: Place) -> torch.Tensor:
+def take(opened: TensorFile, place: TensorPlace) -> torch.Tensor:
     """The place's [rows, channels]: a view of the mapped file, or a copy where fp8 states are widened."""
     tensor = opened.tensor(place.key)
     if place.bits:
@@ -161,12 +161,12 @@ def take(opened: Opened, place: Place) -> torch.Tensor:
     return tensor
 
 
-def dtype_of(opened: Opened, key: str) -> str:
+def dtype_of(opened: TensorFile, key: str) -> str:
     """The torch dtype's name."""
     return str(opened.tensor(key).dtype).removeprefix("torch.")
 
 
-def token_ids_of(opened: Opened, key: str) -> tuple[int, ...]:
+def token_ids_of(opened: TensorFile, key: str) -> tuple[int, ...]:
     """int [T], or [1, T]. Raises ParityError for anything else."""
     tensor = opened.tensor(key)
     if tensor.dim() == 2 and tensor.shape[0] == 1:
@@ -187,7 +187,9 @@ def request_id(path: Path, root: Path, side: SideMap) -> str:
     return parts.get("request") or re.sub(r"(\.ckpt)?\.(safetensors|npy|pth?|ckpt|gz)$", "", name)
 
 
-def agreed(known: list[Piece] | None, own: list[Piece], path: Path, first: Path) -> list[Piece]:
+def require_same_pieces(
+    known: list[StatePiece] | None, own: list[StatePiece], path: Path, first: Path
+) -> list[StatePiece]:
     """The pieces, if this file has the same as the first."""
     if known is not None and known != own:
         raise ParityError(
@@ -198,7 +200,7 @@ def agreed(known: list[Piece] | None, own: list[Piece], path: Path, first: Path)
     return own
 
 
-def _summary(pieces: Sequence[Piece]) -> str:
+def _summary(pieces: Sequence[StatePiece]) -> str:
     kinds = ", ".join(sorted({f"{piece.dtype} of {piece.width}" for piece in pieces})) or "nothing"
     last = next((f", last {piece.norm}-norm" for piece in pieces if piece.norm), "")
     return f"{len(pieces)} slices ({kinds}{last})"

@@ -7,17 +7,17 @@ contents.format, contents.requests[0].token_ids, [piece.name for piece in conten
 from collections.abc import Sequence
 from pathlib import Path
 
-from parity.dumps.files import LIMITS, Limits, Opened, files_below, kind_of, open_file
+from parity.dumps.files import FILE_LIMITS, FileLimits, TensorFile, file_kind_of, files_below, open_file
 from parity.dumps.formats import PRENORM_FLAG, read_contract, read_plain
 from parity.dumps.mapping import Format, SideMap
-from parity.dumps.pieces import Contents
+from parity.dumps.pieces import DumpContents
 from parity.dumps.sglang import read_sglang, tags_of
 from parity.errors import ParityError
 
 
-def read(
-    root: Path, side: SideMap | None = None, *, width: int | None = None, limits: Limits = LIMITS
-) -> Contents:
+def read_dump(
+    root: Path, side: SideMap | None = None, *, width: int | None = None, limits: FileLimits = FILE_LIMITS
+) -> DumpContents:
     """Read a dump's headers and token ids. `width` is the other side's channels, to split [T, L*H].
 
     Raises ParityError for a path without a readable dump, for files of two formats, and for a file that breaks its
@@ -28,7 +28,7 @@ def read(
     files, others = [], 0
     for path in files_below(root, limits):
         name = path.relative_to(root).as_posix() if path != root else path.name
-        if side.split_name(name) is not None and kind_of(path) not in ("other", "pickle"):
+        if side.split_name(name) is not None and file_kind_of(path) not in ("other", "pickle"):
             files.append(path)
         else:
             others += 1
@@ -48,12 +48,12 @@ def read(
         requests, pieces, notes = read_contract(kind, root, files, side, width=width, limits=limits)
     if others:
         notes = [f"{others} other files left out", *notes]
-    return Contents(
+    return DumpContents(
         format=kind, root=root, requests=tuple(requests), pieces=tuple(pieces), notes=tuple(notes)
     )
 
 
-def recognise(opened: Opened) -> Format:
+def recognise_format(opened: TensorFile) -> Format:
     """The format of a file, from its keys; `plain` where no tool's contract fits."""
     keys, values = set(opened.keys), opened.values
     if opened.kind == "safetensors":
@@ -82,11 +82,11 @@ def _states_folder(root: Path) -> Path:
     return root
 
 
-def _one_format(files: Sequence[Path], limits: Limits) -> Format:
+def _one_format(files: Sequence[Path], limits: FileLimits) -> Format:
     """The format that all files have. Raises ParityError where they differ."""
     found: dict[Format, Path] = {}
     for path in files:
-        found.setdefault(recognise(open_file(path, limits)), path)
+        found.setdefault(recognise_format(open_file(path, limits)), path)
     if len(found) > 1:
         raise ParityError(
             "one format in one dump",

@@ -10,31 +10,31 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from parity.dumps.identify import LAST, NEAR, Identification, Match, layer_of
-from parity.dumps.pair import Pair, Side
+from parity.dumps.identify import LAST, NEAR_TIE, Identification, SliceMatch, layer_of_tap
+from parity.dumps.pair import ComparablePair, DumpSide
 from parity.reports.record import Column, Finding, Report, Suspicion, Table, Value
 from parity.tracing.trace import NOT_STATED
 
-LISTED = 6
+LISTED_MATCHES = 6
 FOREIGN = "capture that side with `parity capture` where you need the proof"
 
 
-def with_sources(report: Report, pair: Pair, *, name: str = "compare") -> Report:
+def with_sources(report: Report, pair: ComparablePair, *, name: str = "compare") -> Report:
     """The report of a comparison of these two sides, with what reading them found. Traces add nothing."""
     foreign = [side for side in pair.sides if side.foreign]
     if not foreign:
         return report
-    findings = [_restated(finding, foreign, name) for finding in report.findings]
+    findings = [_restate_identity(finding, foreign, name) for finding in report.findings]
     added = [finding for side in foreign for finding in _findings(side, name)]
     if pair.by_order:
         added.insert(0, _order(foreign, name))
     suspicions = tuple(
-        _told(suspicion, foreign) if pair.by_order else suspicion for suspicion in report.suspicions
+        _qualify_tokens(suspicion, foreign) if pair.by_order else suspicion for suspicion in report.suspicions
     )
     tables = tuple(_table(side, name) for side in foreign if side.found is not None)
     return replace(
         report,
-        title=" against ".join(_called(side) for side in pair.sides),
+        title=" against ".join(_describe_side(side) for side in pair.sides),
         subject=_subject(report.subject, pair),
         findings=(*added, *findings),
         suspicions=(*suspicions, *(_suspicion(side, name) for side in foreign if side.found is not None)),
@@ -43,33 +43,33 @@ def with_sources(report: Report, pair: Pair, *, name: str = "compare") -> Report
     )
 
 
-def source_problems(pair: Pair, *, name: str = "compare") -> tuple[str, ...]:
+def source_problems(pair: ComparablePair, *, name: str = "compare") -> tuple[str, ...]:
     """What the slices of a pair's dumps were taken for and are not, in words."""
     findings = [finding for side in pair.sides if side.foreign for finding in _findings(side, name)]
     return tuple(finding.sentence for finding in findings if finding.outcome == "fail")
 
 
-def _called(side: Side) -> str:
+def _describe_side(side: DumpSide) -> str:
     """A side in two words."""
     return f"{side.format} dump" if side.foreign else "trace"
 
 
-def _subject(subject: Sequence[tuple[str, Value]], pair: Pair) -> tuple[tuple[str, Value], ...]:
+def _subject(subject: Sequence[tuple[str, Value]], pair: ComparablePair) -> tuple[tuple[str, Value], ...]:
     """The subject with each side's format beside its path."""
     labels = {"a (candidate)": pair.a, "b (reference)": pair.b}
     known = [side for side in pair.sides if not side.foreign]
     target = f"{known[0].trace.manifest.target.name} (says side {known[0].letter})" if known else NOT_STATED
     restated: dict[str, Value] = {"target": target}
     return tuple(
-        (key, f"{value} ({_called(labels[key])})" if key in labels else restated.get(key, value))
+        (key, f"{value} ({_describe_side(labels[key])})" if key in labels else restated.get(key, value))
         for key, value in subject
     )
 
 
-def _notes(foreign: Sequence[Side]) -> tuple[str, ...]:
+def _notes(foreign: Sequence[DumpSide]) -> tuple[str, ...]:
     """What was left out, and by what depth layers without names were judged."""
     notes = [f"side {side.letter}: {note}" for side in foreign for note in side.notes]
-    if any(layer_of(tap) is None and tap not in LAST for side in foreign for tap in side.trace.taps):
+    if any(layer_of_tap(tap) is None and tap not in LAST for side in foreign for tap in side.trace.taps):
         notes.append(
             "a slice without a layer is judged as one of the first layers, whose rounding is the smallest; "
             "declare layers in --map, or give --floor or --policy"
@@ -77,9 +77,9 @@ def _notes(foreign: Sequence[Side]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _restated(finding: Finding, foreign: Sequence[Side], name: str) -> Finding:
+def _restate_identity(finding: Finding, foreign: Sequence[DumpSide], name: str) -> Finding:
     """A finding that takes a manifest's word, where a dump gave none."""
-    who = " and ".join(f"side {side.letter} ({_called(side)})" for side in foreign)
+    who = " and ".join(f"side {side.letter} ({_describe_side(side)})" for side in foreign)
     says = "say" if len(foreign) > 1 else "says"
     if finding.name == f"{name}.proof" and finding.outcome != "fail":
         sentence = f"{who} {says} nothing about the backend that ran"
@@ -90,7 +90,7 @@ def _restated(finding: Finding, foreign: Sequence[Side], name: str) -> Finding:
     return Finding(name=finding.name, outcome="skipped", sentence=sentence, next_step=FOREIGN)
 
 
-def _order(foreign: Sequence[Side], name: str) -> Finding:
+def _order(foreign: Sequence[DumpSide], name: str) -> Finding:
     """Rows were paired by order, as asked."""
     lacking = [
         side.letter for side in foreign if side.trace.manifest.backend.requested["delta"] == NOT_STATED
@@ -104,7 +104,7 @@ def _order(foreign: Sequence[Side], name: str) -> Finding:
     )
 
 
-def _told(suspicion: Suspicion, foreign: Sequence[Side]) -> Suspicion:
+def _qualify_tokens(suspicion: Suspicion, foreign: Sequence[DumpSide]) -> Suspicion:
     """Equal tokens were assumed, not seen."""
     if suspicion.name != "the two runs were fed other tokens":
         return suspicion
@@ -113,14 +113,14 @@ def _told(suspicion: Suspicion, foreign: Sequence[Side]) -> Suspicion:
     )
 
 
-def _findings(side: Side, name: str) -> list[Finding]:
+def _findings(side: DumpSide, name: str) -> list[Finding]:
     """What a side's slices are, and what its last state is."""
     if side.found is None:
         return [
             Finding(
                 name=f"{name}.layers.{side.letter}",
                 outcome="skipped",
-                sentence=f"the layers of side {side.letter} ({_called(side)}) are as declared: the other side "
+                sentence=f"the layers of side {side.letter} ({_describe_side(side)}) are as declared: the other side "
                 "is a dump, too, and names none",
                 next_step="compare with a trace of `parity capture` to have layers and norm state found",
             )
@@ -138,13 +138,13 @@ def _evidence(found: Identification) -> tuple[tuple[str, Value], ...]:
         ("tokens compared", found.rows),
         ("largest distance", max(match.distance for match in found.matches)),
         ("smallest distance to another tap", min(match.other_distance for match in found.matches)),
-        ("a match is below", NEAR),
+        ("a match is below", NEAR_TIE),
     )
 
 
-def _layers(side: Side, found: Identification, name: str) -> Finding:
+def _layers(side: DumpSide, found: Identification, name: str) -> Finding:
     """Is each slice the layer it was said to be?"""
-    where = f"side {side.letter} ({_called(side)})"
+    where = f"side {side.letter} ({_describe_side(side)})"
     matches = [match for match in found.matches if match.declared not in LAST]
     wrong = [match for match in matches if match.found is not None and not match.as_declared]
     lost = [match for match in matches if match.found is None and match.declared in side.held]
@@ -179,7 +179,7 @@ def _layers(side: Side, found: Identification, name: str) -> Finding:
             tables=table,
         )
     taps = [match.found for match in matches if match.found is not None]
-    numbers = [layer_of(tap) for tap in taps]
+    numbers = [layer_of_tap(tap) for tap in taps]
     ascending = numbers == sorted(numbers, key=lambda number: -2 if number is None else number)
     said = "as declared" if any(match.declared for match in matches) else "which nobody declared"
     said = "in the same order" if side.against_dump else said
@@ -208,13 +208,15 @@ def _layers(side: Side, found: Identification, name: str) -> Finding:
 
 
 def _wrong(
-    found: Identification, wrong: Sequence[Match], twice: Sequence[str], where: str
+    found: Identification, wrong: Sequence[SliceMatch], twice: Sequence[str], where: str
 ) -> tuple[str, str]:
     """Sentence and next step for layers that are not what they were said to be."""
     shift = found.shift
     if wrong and shift:
         first = wrong[0]
-        right = ", ".join(str(layer_of(m.found)) for m in found.matches if layer_of(m.found) is not None)
+        right = ", ".join(
+            str(layer_of_tap(m.found)) for m in found.matches if layer_of_tap(m.found) is not None
+        )
         convention = {
             -1: ", as where indices of hidden_states (layer + 1) are taken for layers",
             1: ", as where layers are taken for indices of hidden_states (layer + 1)",
@@ -244,15 +246,15 @@ def _wrong(
     )
 
 
-def _twice(matches: Sequence[Match]) -> list[str]:
+def _twice(matches: Sequence[SliceMatch]) -> list[str]:
     """Taps that more than one slice was found to be."""
     names = [match.found for match in matches if match.found is not None]
     return sorted({tap for tap in names if names.count(tap) > 1})
 
 
-def _norm(side: Side, match: Match, name: str) -> Finding:
+def _norm(side: DumpSide, match: SliceMatch, name: str) -> Finding:
     """Is the last state from before or after the final norm, as promised?"""
-    where = f"side {side.letter} ({_called(side)})"
+    where = f"side {side.letter} ({_describe_side(side)})"
     full, by = f"{name}.norm.{side.letter}", side.promises.get(match.slice, "its name")
     evidence: tuple[tuple[str, Value], ...] = (
         ("declared", match.declared),
@@ -309,10 +311,14 @@ def _norm(side: Side, match: Match, name: str) -> Finding:
 
 
 def _same_last(
-    side: Side, match: Match, full: str, evidence: tuple[tuple[str, Value], ...], table: tuple[str, ...]
+    side: DumpSide,
+    match: SliceMatch,
+    full: str,
+    evidence: tuple[tuple[str, Value], ...],
+    table: tuple[str, ...],
 ) -> Finding:
     """Two dumps with one last state: no more is known than that they agree, or contradict each other, about it."""
-    where, by = f"side {side.letter} ({_called(side)})", side.promises.get(match.slice, "its name")
+    where, by = f"side {side.letter} ({_describe_side(side)})", side.promises.get(match.slice, "its name")
     if not match.as_declared and match.found in LAST:
         return Finding(
             name=full,
@@ -345,7 +351,7 @@ def _same_last(
     )
 
 
-def _norm_step(match: Match) -> str:
+def _norm_step(match: SliceMatch) -> str:
     """What to do about a last state that is another one."""
     if match.found == "final.prenorm":
         return "its reader has to apply the target's final norm before the head: say so in the dump's flag or config"
@@ -354,7 +360,7 @@ def _norm_step(match: Match) -> str:
     return "ask the dump's tool for the state after the last decoder layer"
 
 
-def _suspicion(side: Side, name: str) -> Suspicion:
+def _suspicion(side: DumpSide, name: str) -> Suspicion:
     """The answer to the question that brings most people here."""
     findings = [finding for finding in _findings(side, name)]
     bad = [finding for finding in findings if finding.outcome == "fail"]
@@ -373,13 +379,13 @@ def _suspicion(side: Side, name: str) -> Suspicion:
     )
 
 
-def _all_declared(side: Side) -> bool:
+def _all_declared(side: DumpSide) -> bool:
     """Whether every slice was said to be something that the other side can prove or refute."""
     known = side.found is not None and not side.against_dump
     return known and all(match.declared is not None for match in (side.found.matches if side.found else ()))
 
 
-def _table(side: Side, name: str) -> Table:
+def _table(side: DumpSide, name: str) -> Table:
     """One row a slice."""
     assert side.found is not None, "a table of what was found needs something found"
     columns = (
@@ -390,18 +396,18 @@ def _table(side: Side, name: str) -> Table:
     )
     return Table(
         name=f"{name}.slices.{side.letter}",
-        title=f"Slices of side {side.letter} ({_called(side)})",
+        title=f"Slices of side {side.letter} ({_describe_side(side)})",
         columns=columns,
         rows=tuple(
-            (m.slice, m.declared or "", _shown(m), m.distance, m.other, m.other_distance)
+            (m.slice, m.declared or "", _describe_match(m), m.distance, m.other, m.other_distance)
             for m in side.found.matches
         ),
         caption=f"Distance: median relative L2 of {_count(side.found.rows, 'token')}, massive channels left out. "
-        f"Found is what is nearer than {NEAR:g}, with every other tap clearly further.",
+        f"Found is what is nearer than {NEAR_TIE:g}, with every other tap clearly further.",
     )
 
 
-def _shown(match: Match) -> str:
+def _describe_match(match: SliceMatch) -> str:
     """What was found, or why nothing was."""
     if match.found is not None:
         return match.found + (", by a fitted norm" if match.how == "norm" else "")
@@ -410,7 +416,9 @@ def _shown(match: Match) -> str:
 
 def _few(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
-    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+    return ", ".join(names[:LISTED_MATCHES]) + (
+        f" and {len(names) - LISTED_MATCHES} more" if len(names) > LISTED_MATCHES else ""
+    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from parity.dumps.files import LIMITS, VALUE, Limits, Opened, open_file
+from parity.dumps.files import FILE_LIMITS, VALUE, FileLimits, TensorFile, open_file
 from parity.dumps.mapping import SideMap, parse_axes
-from parity.dumps.pieces import FLOATS, Held, Piece, Place, Read, dtype_of, take
+from parity.dumps.pieces import FLOATS, DumpRequest, Read, StatePiece, TensorPlace, dtype_of, take
 from parity.errors import ParityError
 
 CORE = ("input_ids", "positions", "seq_lens", "rids", "req_pool_indices")
@@ -24,7 +24,7 @@ _DIMS = {"b": "B", "t": "T", "s": "T", "h": "H", "1": "1"}
 """Letters of the dumper's `dims` to our axes: s and t both count tokens."""
 
 
-def tags_of(opened: Opened) -> Mapping[str, Any] | None:
+def tags_of(opened: TensorFile) -> Mapping[str, Any] | None:
     """Tags of a file of SGLang's dumper: its `meta`, or for older versions those in its name; None for another file."""
     meta = opened.values.get("meta")
     if isinstance(meta, dict) and "name" in meta and (VALUE in opened.keys or VALUE in opened.values):
@@ -39,7 +39,7 @@ class _Step:
     """One forward pass: its tokens, and the states that have a row for each of them."""
 
     core: dict[str, Any] = field(default_factory=dict)
-    states: dict[str, tuple[Opened, Place]] = field(default_factory=dict)
+    states: dict[str, tuple[TensorFile, TensorPlace]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,16 @@ class _Run:
     """Position of its first token in the request."""
 
 
-def read_sglang(root: Path, files: Sequence[Path], side: SideMap, *, limits: Limits = LIMITS) -> Read:
+def read_sglang(
+    root: Path, files: Sequence[Path], side: SideMap, *, limits: FileLimits = FILE_LIMITS
+) -> Read:
     """Requests and pieces of a dumper's folder.
 
     Raises ParityError for shards that have to be joined first, and for a request whose first tokens came from a cache.
     """
     steps, notes = _steps(root, files, side, limits)
-    requests: dict[str, Held] = {}
-    pieces: dict[str, Piece] = {}
+    requests: dict[str, DumpRequest] = {}
+    pieces: dict[str, StatePiece] = {}
     for name, (number, total) in _without_rows(steps).items():
         notes.append(f"{name} left out: no row for each of the {total} tokens of step {number}")
         for step in steps.values():
@@ -77,7 +79,7 @@ def read_sglang(root: Path, files: Sequence[Path], side: SideMap, *, limits: Lim
 
 
 def _steps(
-    root: Path, files: Sequence[Path], side: SideMap, limits: Limits
+    root: Path, files: Sequence[Path], side: SideMap, limits: FileLimits
 ) -> tuple[dict[int, _Step], list[str]]:
     """The files by step. Other ranks, gradients and parameters are left out, and said to be."""
     steps: dict[int, _Step] = {}
@@ -144,7 +146,7 @@ def _number(tags: Mapping[str, Any], *names: str) -> int:
         raise ParityError(f"the tag {names[0]} as a number", repr(value), "dump again") from error
 
 
-def _put(step: _Step, name: str, tags: Mapping[str, Any], opened: Opened, side: SideMap) -> None:
+def _put(step: _Step, name: str, tags: Mapping[str, Any], opened: TensorFile, side: SideMap) -> None:
     """Name one tensor of a step: `name.layer`, and `#2` for the second of that name."""
     layer = tags.get("layer_id")
     label = name if layer is None else f"{name}.{layer}"
@@ -166,10 +168,10 @@ def _put(step: _Step, name: str, tags: Mapping[str, Any], opened: Opened, side: 
         raise ParityError(
             f"{label} of {opened.path} as [{' '.join(axes)}]", f"{list(shape)}", "say its axes in --map"
         )
-    step.states[label] = (opened, Place(file=opened.path, key=VALUE, axes=axes))
+    step.states[label] = (opened, TensorPlace(file=opened.path, key=VALUE, axes=axes))
 
 
-def _runs(root: Path, number: int, step: _Step, known: Mapping[str, Held]) -> list[_Run]:
+def _runs(root: Path, number: int, step: _Step, known: Mapping[str, DumpRequest]) -> list[_Run]:
     """Which rows of a step belong to which request; empty where nothing says so."""
     ids, lengths, positions = (_ints(step.core.get(name)) for name in ("input_ids", "seq_lens", "positions"))
     total = len(ids or positions or ())
@@ -198,7 +200,7 @@ def _runs(root: Path, number: int, step: _Step, known: Mapping[str, Held]) -> li
         else:
             decoding = bool(lengths) and counts != lengths
             position = lengths[index] - 1 if lengths and decoding else 0
-        runs.append(_Run(_continued(names[index], position, known), (start, start + count), position))
+        runs.append(_Run(_request_name(names[index], position, known), (start, start + count), position))
         start += count
     return runs
 
@@ -213,7 +215,7 @@ def _names(step: _Step, number: int, count: int) -> list[str]:
     return [f"step{number}.{index}" if count > 1 else f"step{number}" for index in range(count)]
 
 
-def _continued(name: str, position: int, known: Mapping[str, Held]) -> str:
+def _request_name(name: str, position: int, known: Mapping[str, DumpRequest]) -> str:
     """The request that these rows continue, or a new name: a slot is used again by later requests."""
     used = [key for key in known if key == name or key.partition("#")[0] == name]
     if used and known[used[-1]].rows == position:
@@ -230,13 +232,15 @@ def _ints(value: Any) -> list[int] | None:
     return None
 
 
-def _add(step: _Step, runs: Sequence[_Run], requests: dict[str, Held], pieces: dict[str, Piece]) -> None:
+def _add(
+    step: _Step, runs: Sequence[_Run], requests: dict[str, DumpRequest], pieces: dict[str, StatePiece]
+) -> None:
     """Put a step's rows below those that each request has already."""
     ids = _ints(step.core.get("input_ids"))
     for run in runs:
         held = requests.get(run.request)
         if held is None:
-            held = Held(id=run.request, token_ids=() if ids else None, rows=0, places={})
+            held = DumpRequest(id=run.request, token_ids=() if ids else None, rows=0, places={})
             requests[run.request] = held
         if run.position != held.rows:
             raise ParityError(
@@ -250,7 +254,7 @@ def _add(step: _Step, runs: Sequence[_Run], requests: dict[str, Held], pieces: d
         for name, (opened, place) in step.states.items():
             held.places[name] = (*held.places.get(name, ()), replace(place, rows=run.rows))
             width = int(take(opened, place).shape[1])
-            piece = Piece(name=name, dtype=dtype_of(opened, VALUE), width=width, role="tensor")
+            piece = StatePiece(name=name, dtype=dtype_of(opened, VALUE), width=width, role="tensor")
             if pieces.setdefault(name, piece) != piece:
                 raise ParityError(
                     f"{name} of one width and dtype in every step",
@@ -259,7 +263,7 @@ def _add(step: _Step, runs: Sequence[_Run], requests: dict[str, Held], pieces: d
                 )
 
 
-def _whole(root: Path, requests: Mapping[str, Held], pieces: Mapping[str, Piece]) -> None:
+def _whole(root: Path, requests: Mapping[str, DumpRequest], pieces: Mapping[str, StatePiece]) -> None:
     """Every request has every piece, for all of its rows."""
     for held in requests.values():
         for name in pieces:

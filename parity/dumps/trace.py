@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
-from parity.dumps.files import Limits, Opened, open_file
-from parity.dumps.identify import LAST, layer_of
+from parity.dumps.files import FileLimits, TensorFile, open_file
+from parity.dumps.identify import LAST, layer_of_tap
 from parity.dumps.mapping import SideMap
-from parity.dumps.pieces import Contents, Piece, take
-from parity.dumps.read import read
+from parity.dumps.pieces import DumpContents, StatePiece, take
+from parity.dumps.read import read_dump
 from parity.errors import ParityError
 from parity.tracing.trace import (
     NOT_STATED,
-    SCHEMA,
+    TRACE_SCHEMA,
     BackendProof,
     Manifest,
     RequestEntry,
@@ -31,10 +31,12 @@ from parity.tracing.trace import (
 )
 
 
-class Dump(Trace):
+class DumpTrace(Trace):
     """Another tool's dump, with the interface of a trace. `contents` says how it was read."""
 
-    def __init__(self, contents: Contents, manifest: Manifest, sources: Names[str, tuple[str, ...]]) -> None:
+    def __init__(
+        self, contents: DumpContents, manifest: Manifest, sources: Names[str, tuple[str, ...]]
+    ) -> None:
         """`sources` gives the pieces that are summed for each tap."""
         super().__init__(contents.root, manifest)
         self.contents, self.sources = contents, dict(sources)
@@ -64,7 +66,7 @@ class Dump(Trace):
             )
         return total
 
-    def _file(self, path: Path) -> Opened:
+    def _file(self, path: Path) -> TensorFile:
         return self._open(path)
 
     def digest(self) -> str:
@@ -77,7 +79,7 @@ class Dump(Trace):
             found.update(f"{file} {state.st_size} {state.st_mtime_ns}".encode())
         return found.hexdigest()
 
-    def renamed(self, names: Names[str, str], reference: Manifest | None = None) -> "Dump":
+    def rename_taps(self, names: Names[str, str], reference: Manifest | None = None) -> "DumpTrace":
         """The same dump with other tap names; the reference's layers are taken over where it has any."""
         manifest = self.manifest
         taps = tuple(
@@ -88,29 +90,29 @@ class Dump(Trace):
         if reference is not None:
             update = {"layers": reference.target.layers, "layer_types": reference.target.layer_types}
             target = target.model_copy(update=update)
-        return Dump(self.contents, manifest.model_copy(update={"taps": taps, "target": target}), sources)
+        return DumpTrace(self.contents, manifest.model_copy(update={"taps": taps, "target": target}), sources)
 
-    def with_requests(self, entries: Sequence[RequestEntry]) -> "Dump":
+    def with_requests(self, entries: Sequence[RequestEntry]) -> "DumpTrace":
         """The same dump with other request entries, one for each of its own."""
         manifest = self.manifest.model_copy(update={"requests": tuple(entries)})
-        return Dump(self.contents, manifest, self.sources)
+        return DumpTrace(self.contents, manifest, self.sources)
 
 
-def dump_of(path: Path, part: SideMap, width: int | None, limits: Limits) -> Dump:
+def dump_of(path: Path, part: SideMap, width: int | None, limits: FileLimits) -> DumpTrace:
     """A dump under its own names: a piece is called what its tool calls it, or what the mapping says.
 
     Raises ParityError as `dumps_read.read` does, and for a mapping that names what is not there.
     """
-    contents = read(path, part, width=width, limits=limits)
+    contents = read_dump(path, part, width=width, limits=limits)
     pieces = {piece.name: piece for piece in contents.pieces}
-    sources = part.wanted(tuple(pieces)) if part.taps else {name: (name,) for name in pieces}
+    sources = part.match_sources(tuple(pieces)) if part.taps else {name: (name,) for name in pieces}
     left = set(pieces) - {name for names in sources.values() for name in names}
     if left:
         notes = (*contents.notes, f"not named in the mapping, so left out: {', '.join(sorted(left))}")
         contents = replace(contents, notes=notes)
     taps = tuple(_tap_of(tap, [pieces[name] for name in names], contents) for tap, names in sources.items())
     dtypes = {tap.dtype for tap in taps}
-    return Dump(contents, _manifest(contents, taps, min(dtypes, key=_bits)), sources)
+    return DumpTrace(contents, _manifest(contents, taps, min(dtypes, key=_bits)), sources)
 
 
 def _bits(dtype: str) -> int:
@@ -118,7 +120,7 @@ def _bits(dtype: str) -> int:
     return int(torch.empty(0, dtype=getattr(torch, dtype)).element_size())
 
 
-def _tap_of(name: str, pieces: Sequence[Piece], contents: Contents) -> TapInfo:
+def _tap_of(name: str, pieces: Sequence[StatePiece], contents: DumpContents) -> TapInfo:
     """The manifest entry of a tap that is the sum of these pieces."""
     kinds = {(piece.dtype, piece.width) for piece in pieces}
     if len(kinds) > 1:
@@ -141,7 +143,7 @@ def _tap_of(name: str, pieces: Sequence[Piece], contents: Contents) -> TapInfo:
 
 def _depth(tap: TapInfo) -> int:
     """Where in the model a tap lies; what has no known place comes last, in the dump's own order."""
-    layer = layer_of(tap.name)
+    layer = layer_of_tap(tap.name)
     return (
         layer if layer is not None else 1_000_000 + (LAST.index(tap.name) if tap.name in LAST else len(LAST))
     )
@@ -149,14 +151,14 @@ def _depth(tap: TapInfo) -> int:
 
 def _info(name: str, info: TapInfo) -> TapInfo:
     """The same entry under another name, with what the name implies."""
-    layer = layer_of(name)
+    layer = layer_of_tap(name)
     norm = {"final.prenorm": "pre", "final.postnorm": "post"}.get(name, "none")
     return info.model_copy(
         update={"name": name, "layer": layer if layer is not None and layer >= 0 else None, "norm": norm}
     )
 
 
-def _manifest(contents: Contents, taps: tuple[TapInfo, ...], dtype: str) -> Manifest:
+def _manifest(contents: DumpContents, taps: tuple[TapInfo, ...], dtype: str) -> Manifest:
     """A manifest that claims nothing the dump does not say."""
     entries = tuple(
         RequestEntry(
@@ -179,7 +181,7 @@ def _manifest(contents: Contents, taps: tuple[TapInfo, ...], dtype: str) -> Mani
         weights={},
     )
     return Manifest(
-        schema=SCHEMA,
+        schema=TRACE_SCHEMA,
         created=NOT_STATED,
         target=target,
         loader=NOT_STATED,
@@ -194,7 +196,7 @@ def _manifest(contents: Contents, taps: tuple[TapInfo, ...], dtype: str) -> Mani
     )
 
 
-def unsplit(dump: Dump) -> bool:
+def unsplit(dump: DumpTrace) -> bool:
     """Whether a concatenation of layers is still whole."""
     return any(
         "(L H)" in place.axes and place.layer is None
@@ -208,7 +210,7 @@ def state_width(trace: Trace | None) -> int | None:
     """Channels of one layer's state, where this side knows it."""
     if trace is None:
         return None
-    if isinstance(trace, Dump):
+    if isinstance(trace, DumpTrace):
         whole = {
             name
             for held in trace.contents.requests[:1]
@@ -217,5 +219,5 @@ def state_width(trace: Trace | None) -> int | None:
         }
         widths = [piece.width for piece in trace.contents.pieces if piece.name not in whole]
     else:
-        widths = [trace.tap(tap).width for tap in trace.taps if layer_of(tap) is not None or tap in LAST]
+        widths = [trace.tap(tap).width for tap in trace.taps if layer_of_tap(tap) is not None or tap in LAST]
     return max(set(widths), key=widths.count) if widths else None

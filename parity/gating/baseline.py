@@ -39,15 +39,15 @@ NOT_WIRING = ("first step", "last step", "last step in order")
 SAME_SHARE, SAME_SIZE = 0.02, 1e-4
 """Two measured numbers of one statement are the same when they differ by at most 2 % or by at most 1e-4: rounding
 residuals move by more than 2 % of themselves, and the smallest planted faults are gamma 4 against 5 and 1 % KL."""
-LISTED = 4
+LISTED_CHANGES = 4
 JUDGED = {"tap", "error_rms", "error_max", "cosine_min"}
 """Columns of a table whose rows are taps that a comparison judged."""
 
-Rows = dict[str, Value]
+BaselineRows = dict[str, Value]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class WiringChange:
     """One piece of what a wiring finding states, then and now."""
 
     finding: str
@@ -90,7 +90,9 @@ Part = tuple[tuple[Finding, ...], tuple[Table, ...]]
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+    return ", ".join(names[:LISTED_CHANGES]) + (
+        f" and {len(names) - LISTED_CHANGES} more" if len(names) > LISTED_CHANGES else ""
+    )
 
 
 def _missing(report: Report, baseline: Report, judged: Mapping[str, Outcome], rules: GateRules) -> Finding:
@@ -158,9 +160,9 @@ def _outcomes(then: Mapping[str, Finding], judged: Mapping[str, Outcome]) -> Fin
     )
 
 
-def _rows(report: Report) -> dict[tuple[str, str], Rows]:
+def _rows(report: Report) -> dict[tuple[str, str], BaselineRows]:
     """By table and tap, the cells of every judged tap by column key."""
-    found: dict[tuple[str, str], Rows] = {}
+    found: dict[tuple[str, str], BaselineRows] = {}
     for table in report.tables:
         keys = [column.key for column in table.columns]
         if set(keys) >= JUDGED:
@@ -174,7 +176,7 @@ def _float(value: Value) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
-def growth(then: Rows, now: Rows) -> float:
+def growth(then: BaselineRows, now: BaselineRows) -> float:
     """How many times the baseline's error a tap has: the larger of rms and worst token. 1 for 0 against 0."""
     sizes = []
     for key in ("error_rms", "error_max"):
@@ -330,14 +332,14 @@ def _statements(now: Conformance, then: Conformance, rules: GateRules) -> Part:
     return (finding,), (table,)
 
 
-def _changes(name: str, then: Finding, now: Finding) -> Iterator[Change]:
+def _changes(name: str, then: Finding, now: Finding) -> Iterator[WiringChange]:
     """The pieces of evidence that differ. A piece of one side only differs too."""
     before, after = dict(then.evidence), dict(now.evidence)
     for what in [*before, *(key for key in after if key not in before)]:
         if what not in NOT_WIRING and not same(before.get(what), after.get(what)):
-            yield Change(name, what, before.get(what), after.get(what))
+            yield WiringChange(name, what, before.get(what), after.get(what))
     if then.fault != now.fault:
-        yield Change(name, "fault", then.fault, now.fault)
+        yield WiringChange(name, "fault", then.fault, now.fault)
 
 
 def same(a: Value, b: Value) -> bool:
@@ -350,19 +352,19 @@ def same(a: Value, b: Value) -> bool:
     return a == b and type(a) is type(b)
 
 
-def _table_changes(then: Finding, now: Finding, report: Report, baseline: Report) -> Iterator[Change]:
+def _table_changes(then: Finding, now: Finding, report: Report, baseline: Report) -> Iterator[WiringChange]:
     """Rows of a statement's tables that only one side has; measured numbers in them are left out."""
     before, after = ({table.name: table for table in each.tables} for each in (baseline, report))
     for name in now.tables:
         if name in then.tables and name in before and name in after:
-            old, new = _kept(before[name]), _kept(after[name])
+            old, new = _rows_without_floats(before[name]), _rows_without_floats(after[name])
             for row in [row for row in old if row not in new]:
-                yield Change(now.name, name, ", ".join(map(str, row)), None)
+                yield WiringChange(now.name, name, ", ".join(map(str, row)), None)
             for row in [row for row in new if row not in old]:
-                yield Change(now.name, name, None, ", ".join(map(str, row)))
+                yield WiringChange(now.name, name, None, ", ".join(map(str, row)))
 
 
-def _kept(table: Table) -> dict[tuple[Value, ...], None]:
+def _rows_without_floats(table: Table) -> dict[tuple[Value, ...], None]:
     """The rows without their floats, in order."""
     at = [index for index, column in enumerate(table.columns) if column.kind != "float"]
     return dict.fromkeys(tuple(row[index] for index in at) for row in table.rows)
@@ -399,7 +401,7 @@ def _environment(report: Report, baseline: Report, worse: bool) -> Part:
     a = environment.side_of_report("the baseline", baseline)
     b = environment.side_of_report("this report", report)
     try:
-        found = environment.differences(a, b)
+        found = environment.environment_differences(a, b)
     except NothingComparable:
         return (), ()
     finding = environment.finding_of(a, b, found, name="baseline.environment")
@@ -411,4 +413,4 @@ def _environment(report: Report, baseline: Report, worse: bool) -> Part:
             evidence=finding.evidence,
             tables=finding.tables,
         )
-    return (finding,), (environment.table_of(a, b, found),) if found else ()
+    return (finding,), (environment.environment_table(a, b, found),) if found else ()

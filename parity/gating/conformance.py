@@ -42,7 +42,7 @@ def is_measurement(fact: str) -> bool:
     return fact.rpartition(".")[2] in MEASUREMENTS
 
 
-def save(conformance: Conformance, file: Path) -> None:
+def save_conformance(conformance: Conformance, file: Path) -> None:
     """Write it as JSON, whole or not at all."""
     text = json.dumps(schema.conformance_to_dict(conformance), indent=1, ensure_ascii=False)
     temporary = file.with_name(file.name + ".writing")
@@ -50,7 +50,7 @@ def save(conformance: Conformance, file: Path) -> None:
     os.replace(temporary, file)
 
 
-def read(file: str | Path) -> Conformance:
+def read_conformance(file: str | Path) -> Conformance:
     """The statement in a conformance.json, or in a report that has one. Raises ParityError for anything else."""
     path = Path(file)
     try:
@@ -58,7 +58,7 @@ def read(file: str | Path) -> Conformance:
     except (OSError, UnicodeDecodeError) as error:
         do = "give a conformance.json, or the report.json of a check with a trainer"
         raise ParityError(f"read {path} as a conformance statement", str(error), do) from error
-    data = schema.parsed(text, str(path))
+    data = schema.parse_json(text, str(path))
     if isinstance(data, dict) and data.get("schema") == schema.CONFORMANCE_SCHEMA:
         return schema.conformance_from_dict(data, source=str(path))
     report = schema.from_dict(data, source=str(path))
@@ -74,7 +74,7 @@ def is_statement(file: str | Path) -> bool:
     if not path.is_file() or path.suffix != ".json":
         return False
     try:
-        read(path)
+        read_conformance(path)
     except ParityError:
         return False
     return True
@@ -137,9 +137,9 @@ def _finding(name: str, a: Statement, b: Statement) -> Finding:
         changed = [] if same else [f"{a.sentence} -> {b.sentence}"]
     else:
         changed = [
-            f"{fact}: {_shown(old.get(fact, 'absent'))} -> {_shown(new.get(fact, 'absent'))}"
+            f"{fact}: {_format_fact(old.get(fact, 'absent'))} -> {_format_fact(new.get(fact, 'absent'))}"
             for fact in compared
-            if not _unchanged(fact, old, new)
+            if not _is_unchanged(fact, old, new)
         ]
     if not changed:
         return Finding(name=name, outcome="pass", sentence=f"unchanged: {b.sentence}")
@@ -159,15 +159,15 @@ def _rows(name: str, a: Statement, b: Statement) -> list[tuple[Value, ...]]:
         (
             name,
             fact,
-            _shown(old.get(fact, "absent")),
-            _shown(new.get(fact, "absent")),
-            None if is_measurement(fact) else _unchanged(fact, old, new),
+            _format_fact(old.get(fact, "absent")),
+            _format_fact(new.get(fact, "absent")),
+            None if is_measurement(fact) else _is_unchanged(fact, old, new),
         )  # fmt: skip
         for fact in dict.fromkeys([*old, *new])
     ]
 
 
-def _unchanged(fact: str, old: Mapping[str, Value], new: Mapping[str, Value]) -> bool:
+def _is_unchanged(fact: str, old: Mapping[str, Value], new: Mapping[str, Value]) -> bool:
     """Whether both sides have the same fact."""
     if SHARE in fact:
         shares = [side.get(fact, 0.0) for side in (old, new)]
@@ -176,7 +176,7 @@ def _unchanged(fact: str, old: Mapping[str, Value], new: Mapping[str, Value]) ->
     return fact in old and fact in new and _same(old[fact], new[fact])
 
 
-def _shown(value: Value) -> str:
+def _format_fact(value: Value) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

@@ -28,7 +28,7 @@ depends on it. unknown: one side does not say, so it may differ or not."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class EnvironmentRule:
     """What a difference in the names that a glob matches can do."""
 
     glob: str
@@ -37,67 +37,75 @@ class Rule:
 
 
 RULES = (
-    Rule("run: target", "numbers", "another target was run"),
-    Rule("run: weights", "numbers", "other values of the parameters"),
-    Rule("run: dtype", "numbers", "rounding of another size, and 16 bits hide what 32 show"),
-    Rule("run: loader", "numbers", "another class may load other weights, or leave some random"),
-    Rule(
+    EnvironmentRule("run: target", "numbers", "another target was run"),
+    EnvironmentRule("run: weights", "numbers", "other values of the parameters"),
+    EnvironmentRule("run: dtype", "numbers", "rounding of another size, and 16 bits hide what 32 show"),
+    EnvironmentRule("run: loader", "numbers", "another class may load other weights, or leave some random"),
+    EnvironmentRule(
         "run: mode", "rounding", "prefill, decoding and blocks take other kernels and another order of sums"
     ),
-    Rule("run: delta", "numbers", "another implementation of the delta rule ran"),
-    Rule("run: conv", "numbers", "another implementation of the convolution ran"),
-    Rule(
+    EnvironmentRule("run: delta", "numbers", "another implementation of the delta rule ran"),
+    EnvironmentRule("run: conv", "numbers", "another implementation of the convolution ran"),
+    EnvironmentRule(
         "flash-linear-attention", "numbers", "brings the delta rule's kernels; absent means torch's fallback"
     ),
-    Rule("fla-core", "numbers", "holds the delta rule's kernels; absent means torch's fallback"),
-    Rule("causal-conv1d", "numbers", "brings the convolution's kernel; absent means torch's fallback"),
-    Rule("kernels", "numbers", "may replace operators with others from a hub"),
-    Rule("$USE_HUB_KERNELS", "numbers", "switches operators from a hub on or off"),
-    Rule("triton", "numbers", "compiles fla's kernels; some versions make fla unimportable, unnoticed"),
-    Rule("$TRITON_INTERPRET", "numbers", "kernels run in an interpreter, not on a device"),
-    Rule("$FLA_*", "numbers", "chooses fla's kernels"),
-    Rule(
+    EnvironmentRule("fla-core", "numbers", "holds the delta rule's kernels; absent means torch's fallback"),
+    EnvironmentRule(
+        "causal-conv1d", "numbers", "brings the convolution's kernel; absent means torch's fallback"
+    ),
+    EnvironmentRule("kernels", "numbers", "may replace operators with others from a hub"),
+    EnvironmentRule("$USE_HUB_KERNELS", "numbers", "switches operators from a hub on or off"),
+    EnvironmentRule(
+        "triton", "numbers", "compiles fla's kernels; some versions make fla unimportable, unnoticed"
+    ),
+    EnvironmentRule("$TRITON_INTERPRET", "numbers", "kernels run in an interpreter, not on a device"),
+    EnvironmentRule("$FLA_*", "numbers", "chooses fla's kernels"),
+    EnvironmentRule(
         "transformers", "numbers", "decides, in its own way per version, which kernels run and how they round"
     ),
-    Rule("torch", "numbers", "kernels of its own, and the fallback's arithmetic"),
-    Rule("cuda:*", "rounding", "another device has other tile sizes, so another order of sums"),
-    Rule("cuda", "rounding", "other libraries for matrix products"),
-    Rule("cudnn", "rounding", "another library of convolution kernels"),
-    Rule("cpu", "rounding", "another processor may take wider vectors, so another order of sums"),
-    Rule("cpu capability", "rounding", "vector width of torch's CPU kernels: another order of sums"),
-    Rule("$ATEN_CPU_CAPABILITY", "rounding", "sets the vector width of torch's CPU kernels"),
-    Rule("tf32", "rounding", "TF32 keeps 10 bits of a float32 factor: errors of about 1e-3"),
-    Rule("matmul precision", "rounding", "below `highest`, float32 products may use TF32 or bfloat16"),
-    Rule("16-bit sums", "rounding", "sums of 16-bit products may be kept in 16 bits"),
-    Rule("deterministic", "rounding", "chooses kernels that repeat, with another order of sums"),
-    Rule("$TRITON_F32_DEFAULT", "rounding", "float32 products of Triton kernels default to TF32"),
-    Rule("$NVIDIA_TF32*", "rounding", "overrides TF32 for every library"),
-    Rule("$CUBLAS_*", "rounding", "workspace of matrix products: another order of sums"),
-    Rule("torch threads", "rounding", "sums are split over threads: another order"),
-    Rule("$OMP_*", "rounding", "sets the number of threads, and so the order of sums"),
-    Rule("$MKL_*", "rounding", "threads and code paths of matrix products on the CPU"),
-    Rule("cores", "rounding", "threads follow it where nothing sets them"),
-    Rule("$DNNL_*", "rounding", "code paths of oneDNN"),
-    Rule("$ONEDNN_*", "rounding", "code paths of oneDNN"),
-    Rule("$TRITON_*", "rounding", "options of the compiler of fla's kernels"),
-    Rule("$CUDA_*", "rounding", "which devices are seen, and how kernels are launched"),
-    Rule("$PYTORCH_*", "rounding", "options of torch's allocators and fallbacks"),
-    Rule("$TORCH_*", "rounding", "options of torch"),
-    Rule("tokenizers", "numbers", "other token ids for the same text would be other inputs"),
-    Rule("accelerate", "rounding", "places layers on devices"),
-    Rule("numpy", "none", "loads and compares, but computes no layer"),
-    Rule("safetensors", "none", "reads weights as they are"),
-    Rule("platform", "none", "system libraries may differ; no layer depends on them by itself"),
-    Rule("python", "none", "no arithmetic of a layer depends on it"),
+    EnvironmentRule("torch", "numbers", "kernels of its own, and the fallback's arithmetic"),
+    EnvironmentRule("cuda:*", "rounding", "another device has other tile sizes, so another order of sums"),
+    EnvironmentRule("cuda", "rounding", "other libraries for matrix products"),
+    EnvironmentRule("cudnn", "rounding", "another library of convolution kernels"),
+    EnvironmentRule("cpu", "rounding", "another processor may take wider vectors, so another order of sums"),
+    EnvironmentRule(
+        "cpu capability", "rounding", "vector width of torch's CPU kernels: another order of sums"
+    ),
+    EnvironmentRule("$ATEN_CPU_CAPABILITY", "rounding", "sets the vector width of torch's CPU kernels"),
+    EnvironmentRule("tf32", "rounding", "TF32 keeps 10 bits of a float32 factor: errors of about 1e-3"),
+    EnvironmentRule(
+        "matmul precision", "rounding", "below `highest`, float32 products may use TF32 or bfloat16"
+    ),
+    EnvironmentRule("16-bit sums", "rounding", "sums of 16-bit products may be kept in 16 bits"),
+    EnvironmentRule("deterministic", "rounding", "chooses kernels that repeat, with another order of sums"),
+    EnvironmentRule("$TRITON_F32_DEFAULT", "rounding", "float32 products of Triton kernels default to TF32"),
+    EnvironmentRule("$NVIDIA_TF32*", "rounding", "overrides TF32 for every library"),
+    EnvironmentRule("$CUBLAS_*", "rounding", "workspace of matrix products: another order of sums"),
+    EnvironmentRule("torch threads", "rounding", "sums are split over threads: another order"),
+    EnvironmentRule("$OMP_*", "rounding", "sets the number of threads, and so the order of sums"),
+    EnvironmentRule("$MKL_*", "rounding", "threads and code paths of matrix products on the CPU"),
+    EnvironmentRule("cores", "rounding", "threads follow it where nothing sets them"),
+    EnvironmentRule("$DNNL_*", "rounding", "code paths of oneDNN"),
+    EnvironmentRule("$ONEDNN_*", "rounding", "code paths of oneDNN"),
+    EnvironmentRule("$TRITON_*", "rounding", "options of the compiler of fla's kernels"),
+    EnvironmentRule("$CUDA_*", "rounding", "which devices are seen, and how kernels are launched"),
+    EnvironmentRule("$PYTORCH_*", "rounding", "options of torch's allocators and fallbacks"),
+    EnvironmentRule("$TORCH_*", "rounding", "options of torch"),
+    EnvironmentRule("tokenizers", "numbers", "other token ids for the same text would be other inputs"),
+    EnvironmentRule("accelerate", "rounding", "places layers on devices"),
+    EnvironmentRule("numpy", "none", "loads and compares, but computes no layer"),
+    EnvironmentRule("safetensors", "none", "reads weights as they are"),
+    EnvironmentRule("platform", "none", "system libraries may differ; no layer depends on them by itself"),
+    EnvironmentRule("python", "none", "no arithmetic of a layer depends on it"),
 )
 """In order of suspicion. The first glob that matches counts. Sources: facts that were measured or reported
 for hybrid targets (kernels, Triton and transformers versions that silently choose another path), then what
 changes rounding on every target."""
-OTHER = Rule("*", "unknown", "parity does not know what this changes")
+OTHER = EnvironmentRule("*", "unknown", "parity does not know what this changes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class EnvironmentDifference:
     """One name with two values."""
 
     name: str
@@ -108,7 +116,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
+class EnvironmentSide:
     """What one side says of itself."""
 
     label: str
@@ -117,7 +125,7 @@ class Side:
     """Whether it was asked with torch loaded, so that an absent device means that there is none."""
 
 
-def side_of(source: str | Path) -> Side:
+def side_of(source: str | Path) -> EnvironmentSide:
     """A report.json (or its folder), a trace (or its manifest.json), or `here`.
 
     Raises ParityError where it is none of these, or says nothing about its environment.
@@ -128,10 +136,10 @@ def side_of(source: str | Path) -> Side:
     file = next((path / n for n in ("report.json", MANIFEST) if (path / n).is_file()), path)
     if file.name == MANIFEST or (path.is_dir() and file is path):
         return side_of_manifest(str(source), read_manifest(file.parent if file.name == MANIFEST else path))
-    return side_of_report(str(source), schema.read(file))
+    return side_of_report(str(source), schema.read_report(file))
 
 
-def side_of_report(label: str, report: Report) -> Side:
+def side_of_report(label: str, report: Report) -> EnvironmentSide:
     """What a report says of the machine it was made on. Raises ParityError where it says nothing."""
     if not report.environment:
         raise ParityError(
@@ -142,7 +150,7 @@ def side_of_report(label: str, report: Report) -> Side:
     return _side(label, {name: _text(value) for name, value in report.environment})
 
 
-def side_of_manifest(label: str, manifest: Manifest) -> Side:
+def side_of_manifest(label: str, manifest: Manifest) -> EnvironmentSide:
     """What a trace's manifest says: the machine, and what was run on it."""
     proof = manifest.backend
     run = {
@@ -168,11 +176,11 @@ def _text(value: Value) -> str:
     return "none" if value is None else str(value)
 
 
-def _side(label: str, pairs: Mapping[str, str]) -> Side:
-    return Side(label=label, pairs=pairs, devices="torch threads" in pairs)
+def _side(label: str, pairs: Mapping[str, str]) -> EnvironmentSide:
+    return EnvironmentSide(label=label, pairs=pairs, devices="torch threads" in pairs)
 
 
-def differences(a: Side, b: Side) -> tuple[Difference, ...]:
+def environment_differences(a: EnvironmentSide, b: EnvironmentSide) -> tuple[EnvironmentDifference, ...]:
     """Every name whose values differ, the most suspicious first; what only one side says comes last.
 
     Raises NothingComparable where the sides have no name in common.
@@ -181,10 +189,10 @@ def differences(a: Side, b: Side) -> tuple[Difference, ...]:
         raise NothingComparable(
             f"the environments of {a.label} and {b.label}", "no name that both give", "name two other sides"
         )
-    return tuple(sorted(_found(a, b), key=_suspicion))
+    return tuple(sorted(_find_differences(a, b), key=_suspicion))
 
 
-def _suspicion(difference: Difference) -> tuple[bool, bool, int, int, str]:
+def _suspicion(difference: EnvironmentDifference) -> tuple[bool, bool, int, int, str]:
     """What to sort by: what was run comes first, then packages that one side lacks, then the rules' order."""
     rule = rule_for(difference.name)
     lacking = "absent" in (difference.a, difference.b) and rule.effect == "numbers"
@@ -193,12 +201,12 @@ def _suspicion(difference: Difference) -> tuple[bool, bool, int, int, str]:
     return difference.effect == "unknown", difference.effect == "none", tier, rank, difference.name
 
 
-def rule_for(name: str) -> Rule:
+def rule_for(name: str) -> EnvironmentRule:
     """The first rule whose glob matches the name; `OTHER` where none does."""
     return next((rule for rule in RULES if fnmatchcase(name, rule.glob)), OTHER)
 
 
-def _found(a: Side, b: Side) -> Iterator[Difference]:
+def _find_differences(a: EnvironmentSide, b: EnvironmentSide) -> Iterator[EnvironmentDifference]:
     """The differences, in no order."""
     for name in sorted(a.pairs.keys() | b.pairs.keys()):
         values = _values(name, a, b)
@@ -206,17 +214,19 @@ def _found(a: Side, b: Side) -> Iterator[Difference]:
         if None in values:
             given = ["not recorded" if value is None else value for value in values]
             what = "only one side was a trace" if name.startswith("run: ") else "one side does not say"
-            yield Difference(name=name, a=given[0], b=given[1], effect="unknown", why=what)
+            yield EnvironmentDifference(name=name, a=given[0], b=given[1], effect="unknown", why=what)
         elif values[0] != values[1]:
-            yield Difference(name=name, a=str(values[0]), b=str(values[1]), effect=rule.effect, why=rule.why)
+            yield EnvironmentDifference(
+                name=name, a=str(values[0]), b=str(values[1]), effect=rule.effect, why=rule.why
+            )
 
 
-def _values(name: str, a: Side, b: Side) -> list[str | None]:
+def _values(name: str, a: EnvironmentSide, b: EnvironmentSide) -> list[str | None]:
     """What each side says to a name; None where it says nothing."""
     return [side.pairs.get(name, _missing(name, side)) for side in (a, b)]
 
 
-def _missing(name: str, side: Side) -> str | None:
+def _missing(name: str, side: EnvironmentSide) -> str | None:
     """What it means that a side does not give a name; None where that says nothing."""
     if name.startswith("$"):
         return "unset"
@@ -226,7 +236,7 @@ def _missing(name: str, side: Side) -> str | None:
     return "no CUDA" if side.devices and "cuda:0" not in side.pairs and name in only_with_a_gpu else None
 
 
-COLUMNS = (
+DIFFERENCE_COLUMNS = (
     Column(key="rank", title="rank", kind="int"),
     Column(key="name", title="what"),
     Column(key="a", title="a"),
@@ -236,19 +246,29 @@ COLUMNS = (
 )
 
 
-def table_of(a: Side, b: Side, found: tuple[Difference, ...], name: str = "environment.differences") -> Table:
+def environment_table(
+    a: EnvironmentSide,
+    b: EnvironmentSide,
+    found: tuple[EnvironmentDifference, ...],
+    name: str = "environment.differences",
+) -> Table:
     """The differences as a table, in order of suspicion."""
     return Table(
         name=name,
         title="What differs between the two, in order of suspicion",
         caption=f"a: {a.label}. b: {b.label}. numbers: another computation; rounding: the same one in another "
         "order or precision; none: no layer depends on it; unknown: one side does not say.",
-        columns=COLUMNS,
+        columns=DIFFERENCE_COLUMNS,
         rows=tuple((i, d.name, d.a, d.b, d.effect, d.why) for i, d in enumerate(found, 1)),
     )
 
 
-def finding_of(a: Side, b: Side, found: tuple[Difference, ...], name: str = "environment") -> Finding:
+def finding_of(
+    a: EnvironmentSide,
+    b: EnvironmentSide,
+    found: tuple[EnvironmentDifference, ...],
+    name: str = "environment",
+) -> Finding:
     """One finding: a pass where nothing that can change numbers differs, else a warning with the first suspect."""
     counts = {
         effect: sum(d.effect == effect for d in found)
@@ -290,9 +310,9 @@ def finding_of(a: Side, b: Side, found: tuple[Difference, ...], name: str = "env
     )
 
 
-def report_of(a: Side, b: Side, *, created: str, command: str) -> Report:
+def environment_report(a: EnvironmentSide, b: EnvironmentSide, *, created: str, command: str) -> Report:
     """The whole answer as a report of kind `env`. Raises NothingComparable."""
-    found = differences(a, b)
+    found = environment_differences(a, b)
     return Report(
         kind="env",
         title=f"{a.label} against {b.label}",
@@ -300,5 +320,5 @@ def report_of(a: Side, b: Side, *, created: str, command: str) -> Report:
         command=command,
         subject=(("a", a.label), ("b", b.label)),
         findings=(finding_of(a, b, found),),
-        tables=(table_of(a, b, found),) if found else (),
+        tables=(environment_table(a, b, found),) if found else (),
     )

@@ -19,14 +19,14 @@ from parity.policy import Bounds, ExpectedFailure, FindingRules, GateRules, Poli
 from parity.reports import from_steps
 from parity.reports.record import Finding, Outcome, Report, Table, Value
 
-LIMITS = {
+LIMIT_NOTE = {
     "min_cosine": ("cosine_min", "below"),
     "mean_cosine": ("cosine_mean", "below"),
     "relative_l2": ("error_rms", "above"),
     "ratio": ("times_floor", "above"),
 }
 """A limit's name, the column that it judges, and on which side of it a value is outside."""
-LISTED = 4
+LISTED_FINDINGS = 4
 
 
 def gate(
@@ -42,18 +42,18 @@ def gate(
     Reports may be paths: report.json, its folder, or a training run's steps.jsonl. Raises ParityError where
     one cannot be read, NothingComparable where the baseline has nothing in common with the report.
     """
-    report = report if isinstance(report, Report) else from_steps.read(report)
+    report = report if isinstance(report, Report) else from_steps.read_steps_report(report)
     if report.kind == "gate":
         raise ParityError("a gate on a report", "the report of a gate", "give the report that was gated")
     named = str(policy) if isinstance(policy, (str, Path)) else "given" if policy else "none"
     rules = Policy.load(Path(policy)) if isinstance(policy, (str, Path)) else policy or Policy()
     day = today or datetime.now(UTC).date()
-    findings = [_judged(finding, rules.gate, day) for finding in report.findings]
+    findings = [_apply_policy(finding, rules.gate, day) for finding in report.findings]
     judged: dict[str, Outcome] = {finding.name: finding.outcome for finding in findings}
     findings += _policy_findings(report, rules)
     tables: tuple[Table, ...] = ()
     if baseline is not None:
-        other = baseline if isinstance(baseline, Report) else from_steps.read(baseline)
+        other = baseline if isinstance(baseline, Report) else from_steps.read_steps_report(baseline)
         more, tables = against(report, other, judged=judged, rules=rules.gate)
         findings += more
     findings, unsaid = _no_pass_from_nothing(report, findings)
@@ -87,7 +87,7 @@ def _no_pass_from_nothing(report: Report, findings: list[Finding]) -> tuple[list
     return kept, (note,) if light else ()
 
 
-def _judged(finding: Finding, rules: GateRules, day: date) -> Finding:
+def _apply_policy(finding: Finding, rules: GateRules, day: date) -> Finding:
     """One finding of the report as the policy sees it. Its tables stay in the report."""
     finding = replace(finding, tables=())
     if finding.outcome == "skipped":
@@ -183,7 +183,9 @@ def _tap_rule(glob: str, limits: TapLimits, report: Report, policy: Policy) -> F
 
 
 def _few(texts: Sequence[str]) -> str:
-    return "; ".join(texts[:LISTED]) + (f"; and {len(texts) - LISTED} more" if len(texts) > LISTED else "")
+    return "; ".join(texts[:LISTED_FINDINGS]) + (
+        f"; and {len(texts) - LISTED_FINDINGS} more" if len(texts) > LISTED_FINDINGS else ""
+    )
 
 
 def _names_tap(glob: str, table: str, tap: str) -> bool:
@@ -202,7 +204,7 @@ def _taps(report: Report) -> Iterator[tuple[str, str, dict[str, Value]]]:
 
 def _broken(limits: TapLimits, cells: dict[str, Value]) -> Iterator[str]:
     """The limits that a tap breaks, in words. A number that is not there, or is nan, breaks its limit."""
-    for name, (column, side) in LIMITS.items():
+    for name, (column, side) in LIMIT_NOTE.items():
         limit: float | None = getattr(limits, name)
         if limit is None:
             continue
@@ -272,7 +274,7 @@ def _expectation(entry: ExpectedFailure, report: Report) -> Iterator[Finding]:
     named = [finding for finding in report.findings if fnmatchcase(finding.name, entry.finding)]
     if any(finding.outcome == "fail" for finding in named):
         return
-    outcomes = ", ".join(f"{finding.name} is {finding.outcome}" for finding in named[:LISTED])
+    outcomes = ", ".join(f"{finding.name} is {finding.outcome}" for finding in named[:LISTED_FINDINGS])
     yield Finding(
         name=f"policy.expected {entry.finding}",
         outcome="warn",

@@ -138,7 +138,7 @@ class _Pair:
         steps = range(0, _BLOCK * size, self.lanes * size)
         return [_value(b, code, _load(b, base, b.add(byte, _I64(step)), raw), self.real) for step in steps]
 
-    def masked(self, vectors: Sequence[Any], base: Any, at: Any) -> list[Any]:
+    def zero_masked_channels(self, vectors: Sequence[Any], base: Any, at: Any) -> list[Any]:
         """The vectors with the channels whose mask (16 bits each) is 0 set to 0."""
         b, byte = self.b, self.b.mul(at, _I64(2))
         if self.words:
@@ -174,7 +174,7 @@ def _larger(b: Any, x: Any, y: Any) -> Any:
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-def _joined(b: Any, v: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
+def _join_lanes(b: Any, v: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
     """A vector's lanes joined: the upper half to the lower, until one is left."""
     n = v.type.count
     while n > 1:
@@ -230,7 +230,10 @@ def _row_lanes_code(_: Any, x: Any, y: Any, row: Any, mask: Any, count: Any, out
             stop = b.add(start, b.select(b.icmp_signed("<", left, _I64(_RUN)), left, _I64(_RUN)))
             lanes = _variables(b, pair.kind, 7)
             with _cgutils.for_range_slice(b, start, stop, _I64(_BLOCK), _I64) as (at, _):
-                sides = [pair.masked(pair.read(side, base, at), pm, at) for side, base in enumerate((px, py))]
+                sides = [
+                    pair.zero_masked_channels(pair.read(side, base, at), pm, at)
+                    for side, base in enumerate((px, py))
+                ]
                 for p, q in zip(*sides, strict=True):
                     d = b.fsub(p, q)
                     size = pair.size(d)
@@ -246,10 +249,10 @@ def _row_lanes_code(_: Any, x: Any, y: Any, row: Any, mask: Any, count: Any, out
         for field, total in zip((*range(_ROBUST, _ROBUST + 4), *range(_SUM_ABS, _MAX)), totals, strict=True):
             place = _at(b, po, _I64(field), _F64)
             b.store(
-                b.fadd(b.load(place, typ=_F64), _joined(b, b.load(total), lambda b, u, v: b.fadd(u, v))),
+                b.fadd(b.load(place, typ=_F64), _join_lanes(b, b.load(total), lambda b, u, v: b.fadd(u, v))),
                 place,
             )
-        largest = _joined(b, b.load(top), _larger)
+        largest = _join_lanes(b, b.load(top), _larger)
         b.store(largest if pair.real == _F64 else b.fpext(largest, _F64), _at(b, po, _I64(_MAX), _F64))
         return context.get_dummy_value()
 
@@ -312,7 +315,9 @@ def _ulp_lanes_code(_: Any, x: Any, y: Any, count: Any, below: Any) -> Any:
                 found = b.load(counter)
                 found = found if word == 64 else b.zext(found, _vector(_I64, lanes))
                 place = _at(b, po, _I64(i), _I64)
-                b.store(b.add(b.load(place, typ=_I64), _joined(b, found, lambda b, u, v: b.add(u, v))), place)
+                b.store(
+                    b.add(b.load(place, typ=_I64), _join_lanes(b, found, lambda b, u, v: b.add(u, v))), place
+                )
         return context.get_dummy_value()
 
     return _types.void(x, y, count, below), code
@@ -483,7 +488,7 @@ def _blocks(
 
 
 @lru_cache(maxsize=1)
-def compiled() -> Any:
+def compile_loops() -> Any:
     """`_blocks`, compiled at first call per pair of dtypes and cached on disk where possible."""
     for inner in (_exact, _lanes_hold, _rows, _channels):
         _ext.register_jitable(inner)

@@ -30,7 +30,7 @@ from parity.kernel.outlier_channels import OUTLIER_TIMES as OUTLIER_TIMES
 from parity.kernel.outlier_channels import channel_mean_square as channel_mean_square
 from parity.kernel.outlier_channels import pick_outliers as pick_outliers
 
-Floats = NDArray[np.float64]
+FloatSums = NDArray[np.float64]
 Implementation = Literal["numba", "torch"]
 
 BLOCK_ROWS = 256
@@ -93,15 +93,15 @@ _INFINITY = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairStats:
-    """Sums over one range of rows of a pair of tensors. `merge` joins ranges; methods derive the rest."""
+    """Sums over one range of rows of a pair of tensors. `merge_sums` joins ranges; methods derive the rest."""
 
     start: int
     """First row, a multiple of BLOCK_ROWS."""
     width: int
     outliers: tuple[int, ...]
-    sums: Floats
+    sums: FloatSums
     """[len(FIELDS), rows]."""
-    nodes: dict[tuple[int, int], Floats] | None
+    nodes: dict[tuple[int, int], FloatSums] | None
     """Merge tree: (level, index) to [3, channels] sums of dd, aa, bb over 2**level blocks of rows."""
     ulp: NDArray[np.int64] | None
     """[6] elements whose ULP distance is at most 0, 1, 4, 16, 64, or more (each counted once)."""
@@ -111,23 +111,23 @@ class PairStats:
         """Number of tokens covered."""
         return int(self.sums.shape[1])
 
-    def field(self, name: str) -> Floats:
+    def field(self, name: str) -> FloatSums:
         """[tokens] one of FIELDS."""
-        values: Floats = self.sums[FIELDS.index(name)]
+        values: FloatSums = self.sums[FIELDS.index(name)]
         return values
 
-    def relative_l2(self, *, robust: bool = False) -> Floats:
+    def relative_l2(self, *, robust: bool = False) -> FloatSums:
         """[tokens] |a - b| / |b|. Two zero rows are equal (0); anything against a zero row is inf."""
         tail = "_r" if robust else ""
         return ratio(np.sqrt(self.field("dd" + tail)), np.sqrt(self.field("bb" + tail)))
 
-    def cosine_gap(self, *, robust: bool = False) -> Floats:
+    def cosine_gap(self, *, robust: bool = False) -> FloatSums:
         """[tokens] 1 - cosine, from |a - b|^2, exact near 0. A zero row against another has gap 1."""
         tail = "_r" if robust else ""
         a, b = np.sqrt(self.field("aa" + tail)), np.sqrt(self.field("bb" + tail))
         return _gap(self.field("dd" + tail), a, b)
 
-    def cosine(self, *, robust: bool = False) -> Floats:
+    def cosine(self, *, robust: bool = False) -> FloatSums:
         """[tokens] cosine similarity."""
         return 1.0 - self.cosine_gap(robust=robust)
 
@@ -142,7 +142,7 @@ class PairStats:
         finite = (self.field("bad_a") + self.field("bad_b")) == 0
         return finite & (self.field("aa") == 0), finite & (self.field("bb") == 0)
 
-    def channels(self) -> Floats:
+    def channels(self) -> FloatSums:
         """[3, channels] sums of |a - b|^2, |a|^2, |b|^2 over the rows, folded in canonical order."""
         if self.nodes is None:
             raise ValueError("these statistics were computed without channels")
@@ -152,20 +152,20 @@ class PairStats:
         return total
 
 
-def ratio(top: Floats, bottom: Floats | np.float64) -> Floats:
+def ratio(top: FloatSums, bottom: FloatSums | np.float64) -> FloatSums:
     """top / bottom, elementwise, with 0 / 0 = 0 and x / 0 = inf."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(top == 0, 0.0, top / bottom)
 
 
-def _gap(dd: Floats, a: Floats, b: Floats) -> Floats:
+def _gap(dd: FloatSums, a: FloatSums, b: FloatSums) -> FloatSums:
     """1 - cosine from |a - b|^2 and the two norms."""
     with np.errstate(divide="ignore", invalid="ignore"):
         gap = (dd - (a - b) ** 2) / (2 * a * b)
     return np.where(a * b == 0, np.where(a == b, 0.0, 1.0), np.clip(gap, 0.0, 2.0))
 
 
-def merge(parts: Iterable[PairStats]) -> PairStats:
+def merge_sums(parts: Iterable[PairStats]) -> PairStats:
     """Join statistics of adjacent ranges of rows, in any order of arrival. Bit-identical to one pass."""
     ordered = sorted(parts, key=lambda part: part.start)
     first = ordered[0]
@@ -176,16 +176,16 @@ def merge(parts: Iterable[PairStats]) -> PairStats:
                 f"rows {right.start}.. do not continue rows {left.start}..{end} at a multiple "
                 f"of {BLOCK_ROWS} with the same outlier channels"
             )
-    nodes: dict[tuple[int, int], Floats] | None = None
+    nodes: dict[tuple[int, int], FloatSums] | None = None
     if all(part.nodes is not None for part in ordered):
-        nodes = _folded({key: node for part in ordered for key, node in (part.nodes or {}).items()})
+        nodes = _fold_siblings({key: node for part in ordered for key, node in (part.nodes or {}).items()})
     ulps = [part.ulp for part in ordered if part.ulp is not None]
     ulp = np.sum(ulps, axis=0) if len(ulps) == len(ordered) else None
     sums = np.concatenate([part.sums for part in ordered], axis=1)
     return PairStats(first.start, first.width, first.outliers, sums, nodes, ulp)
 
 
-def _folded(nodes: dict[tuple[int, int], Floats]) -> dict[tuple[int, int], Floats]:
+def _fold_siblings(nodes: dict[tuple[int, int], FloatSums]) -> dict[tuple[int, int], FloatSums]:
     """Combine sibling nodes of the merge tree as far as they go: (l, 2i) + (l, 2i + 1) = (l + 1, i)."""
     nodes = dict(nodes)
     pending = sorted(nodes)
@@ -237,22 +237,22 @@ def pair_stats(
     if not full:
         return PairStats(start, width, left_out, sums, None, None)
     blocks = (block for part in parts for block in part[1])
-    nodes = _folded({(0, start // BLOCK_ROWS + at): block for at, block in enumerate(blocks)})
+    nodes = _fold_siblings({(0, start // BLOCK_ROWS + at): block for at, block in enumerate(blocks)})
     ulp = sum((part[2] for part in parts), np.zeros(6, np.int64)) if a.dtype == b.dtype else None
     return PairStats(start, width, left_out, sums, nodes, ulp)
 
 
-Blocks = tuple[Floats, Floats, NDArray[np.int64]]
+SumBlocks = tuple[FloatSums, FloatSums, NDArray[np.int64]]
 """Of some blocks of rows: sums [fields, rows], channel sums [blocks, 3, width] and ULP counts [6] (zeros if not
 asked)."""
-Runner = Callable[[slice, tuple[int, ...]], Blocks]
+Runner = Callable[[slice, tuple[int, ...]], SumBlocks]
 
 
 def _torch_runner(a: torch.Tensor, b: torch.Tensor, full: bool) -> Runner:
     """The torch implementation: float64 throughout, in pieces of about a million elements."""
     piece = max(1, min(BLOCK_ROWS, (1 << (24 if a.is_cuda else 17)) // max(1, a.shape[1])))
 
-    def run(rows: slice, outliers: tuple[int, ...]) -> Blocks:
+    def run(rows: slice, outliers: tuple[int, ...]) -> SumBlocks:
         sums, channels, ulp = [], [], np.zeros(6, np.int64)
         for first in range(rows.start, rows.stop, BLOCK_ROWS):
             end, total = min(rows.stop, first + BLOCK_ROWS), np.zeros((3, a.shape[1]))
@@ -271,7 +271,7 @@ def _torch_runner(a: torch.Tensor, b: torch.Tensor, full: bool) -> Runner:
 
 def _torch_piece(
     a: torch.Tensor, b: torch.Tensor, outliers: tuple[int, ...], full: bool
-) -> tuple[Floats, Floats]:
+) -> tuple[FloatSums, FloatSums]:
     """Per-token sums of FIELDS [fields, rows], and channel sums of dd, aa, bb [3, channels] if `full`."""
     x, y = a.to(torch.float64, copy=True), b.to(torch.float64, copy=True)
     counts = x.new_zeros(3, x.shape[0])
@@ -332,7 +332,7 @@ def _torch_ulp(a: torch.Tensor, b: torch.Tensor) -> NDArray[np.int64]:
 
 def _numba_runner(a: torch.Tensor, b: torch.Tensor, full: bool) -> Runner:
     """The numba implementation over integer views of the tensors: nothing is copied."""
-    from parity.kernel.loops import compiled
+    from parity.kernel.loops import compile_loops
 
     left, right = (
         side.contiguous().view(_INTEGER[side.dtype][0]).numpy().view(_INTEGER[side.dtype][1])
@@ -342,9 +342,9 @@ def _numba_runner(a: torch.Tensor, b: torch.Tensor, full: bool) -> Runner:
     level = 0 if not full else 2 if a.dtype == b.dtype else 1
     # A multiple of 8 rows that stays in the second-level cache between the loops over it.
     piece = max(8, (_CACHED >> 3) // max(1, a.shape[1] * (a.element_size() + b.element_size())) * 8)
-    loops = compiled()
+    loops = compile_loops()
 
-    def run(rows: slice, outliers: tuple[int, ...]) -> Blocks:
+    def run(rows: slice, outliers: tuple[int, ...]) -> SumBlocks:
         count = rows.stop - rows.start
         sums, ulp = np.zeros((count, len(FIELDS))), np.zeros(6, np.int64)
         channels = np.zeros((-(-count // BLOCK_ROWS), 3, a.shape[1]) if full else (0, 3, 1))

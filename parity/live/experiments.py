@@ -8,25 +8,35 @@ from typing import Any
 
 import numpy as np
 
-from parity.diagnosis.profile import CHUNK
-from parity.live.harness import LAYERS, Gap, Lab, Result, Rows, Trial, answer, at_words, refusing
+from parity.diagnosis.profile import SAMPLE_CHUNK
+from parity.live.harness import (
+    LAYERS,
+    ErrorGap,
+    ExperimentResult,
+    ExperimentTrial,
+    Harness,
+    HarnessRows,
+    at_words,
+    make_experiment_result,
+    trial_of_refusal,
+)
 from parity.reports.record import Finding, Value
 
 PADS = (1, 3, 5, 64)
 SPLITS = (1, 3, 63, 64, 65)
 LENGTHS = (1, 2, 3, 4, 63, 64, 65, 127, 128, 129)
-BATCH = 4
+EXPERIMENT_BATCH = 4
 DRAFTED = 4
 
 
-def padding(lab: Lab) -> Result:
+def padding(lab: Harness) -> ExperimentResult:
     """Left padding by 1, 3, 5 and 64, alone and beside a longer row; another pad token; right padding."""
     ids, base = lab.ids, lab.alone(lab.ids)
     other = 1 if len(set(ids)) < 2 else next(token for token in ids if token != 0)
     trials = []
     for pads in PADS:
         trials.append(
-            refusing(
+            trial_of_refusal(
                 "padding",
                 f"{pads} pads on the left",
                 lambda pads=pads: lab.gap(lab.feed(rows=(ids,), left=(pads,))[0], base),  # type: ignore[misc]
@@ -34,19 +44,21 @@ def padding(lab: Lab) -> Result:
         )
     short = ids[: len(ids) // 2]
     trials += [
-        refusing(
+        trial_of_refusal(
             "padding",
             "beside a longer row",
             lambda: lab.gap(lab.feed(rows=(ids, short))[1], lab.alone(short)),
         ),
-        refusing(
+        trial_of_refusal(
             "padding",
             f"5 pads of token {other}",
             lambda: lab.gap(lab.feed(rows=(ids,), left=(5,), pad_id=other)[0], base),
         ),
-        refusing("padding", "5 pads on the right", lambda: lab.gap(lab.feed(rows=(ids,), right=5)[0], base)),
+        trial_of_refusal(
+            "padding", "5 pads on the right", lambda: lab.gap(lab.feed(rows=(ids,), right=5)[0], base)
+        ),
     ]
-    return answer(
+    return make_experiment_result(
         "padding",
         trials,
         proves=("PAD",),
@@ -56,21 +68,23 @@ def padding(lab: Lab) -> Result:
     )
 
 
-def batch(lab: Lab) -> Result:
+def check_batch(lab: Harness) -> ExperimentResult:
     """Batch 1 against N, and three runs: what changes without a reason."""
     ids, base = lab.ids, lab.alone(lab.ids)
-    turned = tuple(tuple([*ids[shift:], *ids[:shift]]) for shift in range(1, BATCH))
+    turned = tuple(tuple([*ids[shift:], *ids[:shift]]) for shift in range(1, EXPERIMENT_BATCH))
     trials = [
-        Trial(experiment="batch", what=f"run {number}", gap=lab.gap(lab.feed(rows=(ids,))[0], base))
+        ExperimentTrial(experiment="batch", what=f"run {number}", gap=lab.gap(lab.feed(rows=(ids,))[0], base))
         for number in (2, 3)
     ]
     trials += [
-        Trial(
-            experiment="batch", what=f"row {place} of {BATCH}", gap=lab.gap(lab.feed(rows=rows)[place], base)
+        ExperimentTrial(
+            experiment="batch",
+            what=f"row {place} of {EXPERIMENT_BATCH}",
+            gap=lab.gap(lab.feed(rows=rows)[place], base),
         )
-        for place, rows in ((0, (ids, *turned)), (BATCH - 1, (*turned, ids)))
+        for place, rows in ((0, (ids, *turned)), (EXPERIMENT_BATCH - 1, (*turned, ids)))
     ]
-    return answer(
+    return make_experiment_result(
         "batch",
         trials,
         proves=("INVAR",),
@@ -80,7 +94,7 @@ def batch(lab: Lab) -> Result:
     )
 
 
-def packing(lab: Lab) -> Result:
+def packing(lab: Harness) -> ExperimentResult:
     """Two documents packed against each alone; then only the first one changed, and the second must not move."""
     ids = lab.ids
     edge = len(ids) // 3
@@ -88,11 +102,11 @@ def packing(lab: Lab) -> Result:
     changed = tuple(reversed(first))
     whole = lab.alone(second)
 
-    def shifted(told: bool) -> Gap:
+    def measure_shift(told: bool) -> ErrorGap:
         rows = lab.feed(rows=((*first, *second),), segments=(edge,), boundaries=told)[0]
         return lab.gap({tap: tensor[edge:] for tap, tensor in rows.items()}, whole)
 
-    def moved(told: bool) -> Gap:
+    def measure_leak(told: bool) -> ErrorGap:
         rows = [
             lab.feed(rows=((*start, *second),), segments=(edge,), boundaries=told)[0]
             for start in (first, changed)
@@ -101,15 +115,15 @@ def packing(lab: Lab) -> Result:
         return lab.gap(cut[0], cut[1])
 
     trials = [
-        refusing("packing", "boundaries told, against alone", lambda: shifted(True)),
-        refusing("packing", "boundaries told, first document changed", lambda: moved(True)),
-        refusing("packing", "positions only, against alone", lambda: shifted(False)),
-        refusing("packing", "positions only, first document changed", lambda: moved(False)),
+        trial_of_refusal("packing", "boundaries told, against alone", lambda: measure_shift(True)),
+        trial_of_refusal("packing", "boundaries told, first document changed", lambda: measure_leak(True)),
+        trial_of_refusal("packing", "positions only, against alone", lambda: measure_shift(False)),
+        trial_of_refusal("packing", "positions only, first document changed", lambda: measure_leak(False)),
     ]
     told = [trial for trial in trials[:2] if trial.gap is not None]
     # Without the boundaries linear layers cannot know them: that this leaks warns those who pack so.
     only_positions = all(trial.gap is not None and trial.gap.within for trial in told)
-    return answer(
+    return make_experiment_result(
         "packing",
         trials,
         proves=("PACK",),
@@ -122,11 +136,11 @@ def packing(lab: Lab) -> Result:
     )
 
 
-def split(lab: Lab) -> Result:
+def check_split_prefill(lab: Harness) -> ExperimentResult:
     """Whole against split, the cache kept in between; and after another request."""
     ids, base = lab.ids, lab.alone(lab.ids)
     trials = [
-        refusing(
+        trial_of_refusal(
             "split",
             f"split at {at}",
             lambda at=at: lab.gap(lab.feed(rows=(ids,), splits=(at,))[0], base),  # type: ignore[misc]
@@ -134,7 +148,7 @@ def split(lab: Lab) -> Result:
         for at in SPLITS
         if at < len(ids)
     ]
-    return answer(
+    return make_experiment_result(
         "split",
         trials,
         proves=("STATE",),
@@ -144,7 +158,7 @@ def split(lab: Lab) -> Result:
     )
 
 
-def leftover(lab: Lab) -> Result:
+def check_state_leak(lab: Harness) -> ExperimentResult:
     """The request again after another one: nothing of that may be left."""
     ids, base = lab.ids, lab.alone(lab.ids)
     lab.feed(rows=(tuple(reversed(ids)),))
@@ -152,10 +166,12 @@ def leftover(lab: Lab) -> Result:
     lab.feed(rows=(tuple(reversed(ids)),), splits=(len(ids) // 2,))
     cached = lab.feed(rows=(ids,), splits=(len(ids) // 2,))[0]
     trials = [
-        Trial(experiment="leftover", what="after another request", gap=lab.gap(after, base)),
-        Trial(experiment="leftover", what="after another request with a cache", gap=lab.gap(cached, base)),
+        ExperimentTrial(experiment="leftover", what="after another request", gap=lab.gap(after, base)),
+        ExperimentTrial(
+            experiment="leftover", what="after another request with a cache", gap=lab.gap(cached, base)
+        ),
     ]
-    return answer(
+    return make_experiment_result(
         "leftover",
         trials,
         proves=("STATE",),
@@ -165,26 +181,26 @@ def leftover(lab: Lab) -> Result:
     )
 
 
-def crop(lab: Lab) -> Result:
+def crop(lab: Harness) -> ExperimentResult:
     """Drafted tokens computed with a cache, taken back, and the request continued."""
     from parity.model.target.input_layouts import new_cache
 
     ids, base = lab.ids, lab.alone(lab.ids)
     drafted = tuple(reversed(ids[:DRAFTED]))
     trials = [
-        refusing(
+        trial_of_refusal(
             "crop",
             f"{DRAFTED} drafted tokens taken back at {at}",
             lambda at=at: lab.gap(  # type: ignore[misc]
                 lab.feed(rows=(ids,), splits=(at,), drafted=drafted)[0], base
             ),
         )
-        for at in (CHUNK - 1, CHUNK, len(ids) // 2)
+        for at in (SAMPLE_CHUNK - 1, SAMPLE_CHUNK, len(ids) // 2)
         if at < len(ids)
     ]
     cache = new_cache(lab.target)[1]
     honest = getattr(cache, "is_croppable", True) is False
-    return answer(
+    return make_experiment_result(
         "crop",
         trials,
         proves=("STATE",),
@@ -198,7 +214,7 @@ def crop(lab: Lab) -> Result:
     )
 
 
-def lengths(lab: Lab) -> Result:
+def lengths(lab: Harness) -> ExperimentResult:
     """Prefixes around the chunk's edges against the same tokens of the whole: a causal model cannot tell them apart."""
     ids, base = lab.ids, lab.alone(lab.ids)
     trials = []
@@ -206,9 +222,11 @@ def lengths(lab: Lab) -> Result:
         if length < len(ids):
             rows = lab.feed(rows=(ids[:length],))[0]
             trials.append(
-                Trial(experiment="lengths", what=f"{length} tokens", gap=lab.gap(rows, base, 0, length))
+                ExperimentTrial(
+                    experiment="lengths", what=f"{length} tokens", gap=lab.gap(rows, base, 0, length)
+                )
             )
-    return answer(
+    return make_experiment_result(
         "lengths",
         trials,
         proves=("TAIL",),
@@ -218,15 +236,15 @@ def lengths(lab: Lab) -> Result:
     )
 
 
-def attention(lab: Lab) -> Result:
+def check_attention(lab: Harness) -> ExperimentResult:
     """Eager against sdpa, and every sdpa call against causal softmax attention in fp64."""
-    from parity.live.formulas import attention_calls, attention_scale, causal_attention, token_errors
+    from parity.live.formulas import attention_calls, attention_scale, causal_attention, formula_errors
 
     target, ids = lab.target, lab.ids
     now = getattr(target.model.config, "_attn_implementation", "eager")
-    taken: dict[str, Rows] = {}
+    taken: dict[str, HarnessRows] = {}
     calls: list[Any] = []
-    trials: list[Trial] = []
+    trials: list[ExperimentTrial] = []
     try:
         for name in ("eager", "sdpa"):
             target.model.set_attn_implementation(name)
@@ -235,7 +253,7 @@ def attention(lab: Lab) -> Result:
             calls = seen
     except (ValueError, ImportError, AttributeError) as error:
         trials.append(
-            Trial(
+            ExperimentTrial(
                 experiment="attention",
                 what="eager against sdpa",
                 gap=None,
@@ -246,7 +264,7 @@ def attention(lab: Lab) -> Result:
         target.model.set_attn_implementation(now)
     if len(taken) == 2:
         trials.append(
-            Trial(
+            ExperimentTrial(
                 experiment="attention", what="eager against sdpa", gap=lab.gap(taken["eager"], taken["sdpa"])
             )
         )
@@ -257,14 +275,14 @@ def attention(lab: Lab) -> Result:
             continue
         right = causal_attention(q, k, v, scale)[0].transpose(0, 1).flatten(1)
         mine = out[0].transpose(0, 1).flatten(1)
-        errors, tap = token_errors(mine, right).cpu().numpy(), f"layer.{layer}.out"
+        errors, tap = formula_errors(mine, right).cpu().numpy(), f"layer.{layer}.out"
         limit = lab.limit(tap, out)
         outside = np.flatnonzero(errors > limit)
         trials.append(
-            Trial(
+            ExperimentTrial(
                 experiment="attention",
                 what=f"layer {layer} against causal softmax in fp64",
-                gap=Gap(
+                gap=ErrorGap(
                     within=not outside.size,
                     tap=tap,
                     layer_type="full_attention",
@@ -275,7 +293,7 @@ def attention(lab: Lab) -> Result:
                 ),
             )
         )
-    return answer(
+    return make_experiment_result(
         "attention",
         trials,
         proves=("ATTN",),
@@ -285,14 +303,14 @@ def attention(lab: Lab) -> Result:
     )
 
 
-def positions(lab: Lab) -> Result:
+def check_positions(lab: Harness) -> ExperimentResult:
     """A uniform shift must not matter, and the rotary table must be the declared one."""
     from parity.live.formulas import rotary_reference, rotary_tables
 
     ids, base = lab.ids, lab.alone(lab.ids)
     shifted = tuple(range(7, 7 + len(ids)))
     trials = [
-        refusing(
+        trial_of_refusal(
             "positions",
             "all positions 7 further",
             lambda: lab.gap(lab.feed(rows=(ids,), positions=shifted)[0], base),
@@ -306,7 +324,7 @@ def positions(lab: Lab) -> Result:
         what = f"rotary table of forward {number + 1}"
         if isinstance(reference, str) or cos.shape != reference[0].shape:
             because = reference if isinstance(reference, str) else f"a table of {list(cos.shape)}"
-            trials.append(Trial(experiment="positions", what=what, gap=None, because=because))
+            trials.append(ExperimentTrial(experiment="positions", what=what, gap=None, because=because))
             continue
         gap = np.maximum(
             *(
@@ -318,10 +336,10 @@ def positions(lab: Lab) -> Result:
         limit = 4 * len(ids) * 2.0**-24 + 2 * 2.0 ** -(24 if cos.dtype.itemsize == 4 else 8)
         outside = np.flatnonzero(gap > limit)
         trials.append(
-            Trial(
+            ExperimentTrial(
                 experiment="positions",
                 what=what,
-                gap=Gap(
+                gap=ErrorGap(
                     within=not outside.size,
                     tap="cos and sin",
                     layer_type="",
@@ -332,7 +350,7 @@ def positions(lab: Lab) -> Result:
                 ),
             )
         )
-    return answer(
+    return make_experiment_result(
         "positions",
         trials,
         proves=("POS",),
@@ -342,9 +360,9 @@ def positions(lab: Lab) -> Result:
     )
 
 
-def operators(lab: Lab) -> Result:
+def check_operators(lab: Harness) -> ExperimentResult:
     """The linear layers' operators, as they were called, against fp64 recurrences; then with one policy switched."""
-    from parity.live.formulas import operators as against
+    from parity.live.formulas import operator_formulas as against
     from parity.model.target.load import forward
 
     if not lab.target.linear:
@@ -358,7 +376,7 @@ def operators(lab: Lab) -> Result:
     off = against(calls, limit)
     evidence: tuple[tuple[str, Value], ...] = (("calls", len(calls)), ("outside", len(off)))
     if not off:
-        return Result(
+        return ExperimentResult(
             finding=Finding(
                 name="live.operators",
                 outcome="pass",
@@ -373,10 +391,10 @@ def operators(lab: Lab) -> Result:
         ("error", first.error),
         ("explained by", first.explained_by or "no policy known here"),
     )
-    edge = first.onset >= CHUNK and first.onset % CHUNK == 0
+    edge = first.onset >= SAMPLE_CHUNK and first.onset % SAMPLE_CHUNK == 0
     kind = "NUMERIC" if first.explained_by else "TAIL" if edge else "COMPILE"
     why = f", and {first.explained_by} explains it" if first.explained_by else ", and no policy explains it"
-    return Result(
+    return ExperimentResult(
         finding=Finding(
             name="live.operators",
             outcome="fail",
@@ -392,13 +410,13 @@ def operators(lab: Lab) -> Result:
     )
 
 
-def projections(lab: Lab) -> Result:
+def projections(lab: Harness) -> ExperimentResult:
     """Every projection's output against its own weight times its own input in fp64."""
     from parity.live.formulas import off_products, products
-    from parity.model.target.input_layouts import Feed, run
+    from parity.model.target.input_layouts import InputLayout, run_layout
 
     with products(lab.target, LAYERS) as seen:
-        run(lab.target, Feed(rows=(lab.ids,)), backend=lab.backend, taps=["embed.out"])
+        run_layout(lab.target, InputLayout(rows=(lab.ids,)), backend=lab.backend, taps=["embed.out"])
     if not seen:
         return _nothing("projections", "no plain linear module in the layers")
     limit = max(lab.limit("layer.0.out", out) for _, _, _, _, out in seen)
@@ -409,7 +427,7 @@ def projections(lab: Lab) -> Result:
         ("limit", limit),
     )
     if not off:
-        return Result(
+        return ExperimentResult(
             finding=Finding(
                 name="live.projections",
                 outcome="pass",
@@ -420,7 +438,7 @@ def projections(lab: Lab) -> Result:
     first, kind = off[0]
     kinds = tuple(sorted({kind for _, kind in off if kind})) or ("QUANT", "NUMERIC")
     why = f"{first.explained_by} explains it" if first.explained_by else "no precision known here explains it"
-    return Result(
+    return ExperimentResult(
         finding=Finding(
             name="live.projections",
             outcome="fail",
@@ -434,9 +452,9 @@ def projections(lab: Lab) -> Result:
     )
 
 
-def _nothing(name: str, because: str) -> Result:
+def _nothing(name: str, because: str) -> ExperimentResult:
     """An experiment that has nothing to look at."""
-    return Result(
+    return ExperimentResult(
         finding=Finding(
             name=f"live.{name}",
             outcome="skipped",
@@ -446,17 +464,17 @@ def _nothing(name: str, because: str) -> Result:
     )
 
 
-EXPERIMENTS: dict[str, tuple[Callable[[Lab], Result], tuple[str, ...]]] = {
+EXPERIMENTS: dict[str, tuple[Callable[[Harness], ExperimentResult], tuple[str, ...]]] = {
     "padding": (padding, ("PAD",)),
-    "batch": (batch, ("INVAR",)),
+    "batch": (check_batch, ("INVAR",)),
     "packing": (packing, ("PACK",)),
-    "split": (split, ("STATE",)),
-    "leftover": (leftover, ("STATE",)),
+    "split": (check_split_prefill, ("STATE",)),
+    "leftover": (check_state_leak, ("STATE",)),
     "crop": (crop, ("STATE",)),
     "lengths": (lengths, ("TAIL",)),
-    "attention": (attention, ("ATTN",)),
-    "positions": (positions, ("POS",)),
-    "operators": (operators, ("COMPILE", "NUMERIC", "TAIL")),
+    "attention": (check_attention, ("ATTN",)),
+    "positions": (check_positions, ("POS",)),
+    "operators": (check_operators, ("COMPILE", "NUMERIC", "TAIL")),
     "projections": (projections, ("QUANT", "NUMERIC")),
 }
 """Each experiment and the kinds it can prove."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from parity.model.target import golden
-from parity.model.target.backends import Call
+from parity.model.target.backends import OperatorCall
 from parity.model.target.load import Target
 
 EXPLAINS = 0.2
@@ -22,7 +22,7 @@ EXPLAINS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Off:
+class FormulaError:
     """How far one part is from its formula."""
 
     part: str
@@ -35,7 +35,7 @@ class Off:
     """The policy under which the formula gives what the part gave."""
 
 
-def token_errors(a: Tensor, b: Tensor) -> Tensor:
+def formula_errors(a: Tensor, b: Tensor) -> Tensor:
     """[tokens] |a - b| / |b| of two [tokens, ...] tensors in float64; a zero row of b counts by the rms of all."""
     a, b = a.double().flatten(1), b.double().flatten(1)
     size = b.norm(dim=1)
@@ -53,7 +53,7 @@ def _low(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda x: x.to(dtype).double()
 
 
-def _delta(call: Call, *, eps: float | None = None, normalise: bool = True, **changed: Any) -> Tensor:
+def _delta(call: OperatorCall, *, eps: float | None = None, normalise: bool = True, **changed: Any) -> Tensor:
     """The recurrence on a call's inputs, some of them changed; [tokens, heads, width] of the first row."""
     given = dict(call.inputs)
     names = {"q": "query", "k": "key", "v": "value"}
@@ -70,7 +70,7 @@ def _delta(call: Call, *, eps: float | None = None, normalise: bool = True, **ch
     return out[0]
 
 
-def _rounded_state(call: Call, dtype: torch.dtype, chunk: int = 64) -> Tensor:
+def _rounded_state(call: OperatorCall, dtype: torch.dtype, chunk: int = 64) -> Tensor:
     """The recurrence with its state rounded between chunks."""
     given, state, parts = call.inputs, call.inputs.get("initial_state"), []
     for start in range(0, given["query"].shape[1], chunk):
@@ -84,7 +84,7 @@ def _rounded_state(call: Call, dtype: torch.dtype, chunk: int = 64) -> Tensor:
     return torch.cat(parts, 1)[0]
 
 
-POLICIES: dict[str, Callable[[Call], Tensor]] = {
+POLICIES: dict[str, Callable[[OperatorCall], Tensor]] = {
     "queries and keys not normalised": lambda call: _delta(call, normalise=False),
     "l2 epsilon of the mean instead of the sum": lambda call: _delta(
         call, eps=1e-6 * call.inputs["key"].shape[-1]
@@ -103,7 +103,9 @@ POLICIES: dict[str, Callable[[Call], Tensor]] = {
 """Numeric policies seen in public reports (facts about backends, kind NUMERIC), as formulas."""
 
 
-def operators(calls: Sequence[Call], limit: Callable[[Call], float]) -> list[Off]:
+def operator_formulas(
+    calls: Sequence[OperatorCall], limit: Callable[[OperatorCall], float]
+) -> list[FormulaError]:
     """Each recorded operator call against its recurrence; those beyond `limit`, with the policy that explains them."""
     found = []
     for call in calls:
@@ -117,17 +119,17 @@ def operators(calls: Sequence[Call], limit: Callable[[Call], float]) -> list[Off
             mine = call.output[0].T
         else:
             right, mine = _delta(call, eps=1e-6), call.output[0]
-        errors = token_errors(mine.cpu(), right.cpu())
+        errors = formula_errors(mine.cpu(), right.cpu())
         worst, most = float(errors.max()), limit(call)
         if worst <= most:
             continue
         name = "the convolution" if call.operator == "conv" else "the delta rule"
-        why = "" if call.operator == "conv" else _explained(call, mine, right)
-        found.append(Off(name, call.layer, worst, int((errors > most).nonzero()[0]), why))
+        why = "" if call.operator == "conv" else _explain_policy(call, mine, right)
+        found.append(FormulaError(name, call.layer, worst, int((errors > most).nonzero()[0]), why))
     return found
 
 
-def _explained(call: Call, mine: Tensor, right: Tensor) -> str:
+def _explain_policy(call: OperatorCall, mine: Tensor, right: Tensor) -> str:
     """The policy that leaves the least, where that is little."""
     whole = float((mine.double() - right).norm())
     rest = {
@@ -144,11 +146,11 @@ def _explained(call: Call, mine: Tensor, right: Tensor) -> str:
 def _cut(bits: int) -> Callable[[Tensor], Tensor]:
     """Rounded to so many bits of significand."""
 
-    def rounded(x: Tensor) -> Tensor:
+    def round_significand(x: Tensor) -> Tensor:
         mantissa, exponent = torch.frexp(x.double())
         return torch.ldexp(torch.round(mantissa * 2 ** (bits + 1)) / 2 ** (bits + 1), exponent)
 
-    return rounded
+    return round_significand
 
 
 def _int8(x: Tensor) -> Tensor:
@@ -197,13 +199,13 @@ def products(target: Target, most: int) -> Iterator[list[tuple[str, int, nn.Line
 
 def off_products(
     seen: Sequence[tuple[str, int, nn.Linear, Tensor, Tensor]], limit: float
-) -> list[tuple[Off, str]]:
+) -> list[tuple[FormulaError, str]]:
     """Projections whose output is not their weight times their input, with the precision that explains it."""
     found = []
     for name, layer, module, x, out in seen:
         bias = 0 if module.bias is None else module.bias.double()
         right = x.double() @ module.weight.double().T + bias
-        errors = token_errors(out[0], right[0])
+        errors = formula_errors(out[0], right[0])
         if float(errors.max()) <= limit:
             continue
         whole = float((out.double() - right).norm())
@@ -213,7 +215,9 @@ def off_products(
         }
         best = min(rest, key=lambda what: rest[what])
         known = rest[best] < EXPLAINS * whole
-        off = Off(name, layer, float(errors.max()), int((errors > limit).nonzero()[0]), best if known else "")
+        off = FormulaError(
+            name, layer, float(errors.max()), int((errors > limit).nonzero()[0]), best if known else ""
+        )
         found.append((off, PRODUCTS[best][0] if known else ""))
     return found
 
@@ -262,12 +266,12 @@ def attention_calls() -> Iterator[list[tuple[Tensor, Tensor, Tensor, Tensor]]]:
     where: Any = torch.nn.functional
     original = where.scaled_dot_product_attention
 
-    def watched(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def record_attention_call(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = original(q, k, v, *args, **kwargs)
         seen.append((q.detach(), k.detach(), v.detach(), out.detach()))
         return out
 
-    where.scaled_dot_product_attention = watched
+    where.scaled_dot_product_attention = record_attention_call
     try:
         yield seen
     finally:

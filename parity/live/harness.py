@@ -21,11 +21,11 @@ were up to 2e-5 apart (embedded target, delta rule's output), where the smallest
 LAYERS = 8
 """Layers whose taps are kept: two rounds of three linear layers and a full one. A fault shows where it begins."""
 
-Rows = dict[str, Any]
+HarnessRows = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gap:
+class ErrorGap:
     """How far two computations of the same tokens are apart."""
 
     within: bool
@@ -51,28 +51,28 @@ class Gap:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class ExperimentTrial:
     """One computation of an experiment."""
 
     experiment: str
     what: str
-    gap: Gap | None
+    gap: ErrorGap | None
     """None where it could not be run."""
     because: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
+class ExperimentResult:
     """What one experiment found."""
 
     finding: Finding
     proves: tuple[str, ...] = ()
     """The kinds that its failure proves."""
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[ExperimentTrial, ...] = ()
 
 
 @dataclass
-class Lab:
+class Harness:
     """A loaded model, one request, and what they gave."""
 
     target: Any
@@ -80,33 +80,33 @@ class Lab:
     ids: tuple[int, ...]
     taps: tuple[str, ...]
     problems: list[str] = field(default_factory=list)
-    _alone: dict[tuple[int, ...], Rows] = field(default_factory=dict)
+    _alone: dict[tuple[int, ...], HarnessRows] = field(default_factory=dict)
 
-    def feed(self, **options: Any) -> Sequence[Rows]:
+    def feed(self, **options: Any) -> Sequence[HarnessRows]:
         """Run one feeding; remembers whether the requested backend ran."""
-        from parity.model.target.input_layouts import Feed, run
+        from parity.model.target.input_layouts import InputLayout, run_layout
 
-        fed = run(self.target, Feed(**options), backend=self.backend, taps=self.taps)
+        fed = run_layout(self.target, InputLayout(**options), backend=self.backend, taps=self.taps)
         self.problems += [problem for problem in fed.proof.problems if problem not in self.problems]
         return fed.rows
 
-    def alone(self, ids: Sequence[int]) -> Rows:
+    def alone(self, ids: Sequence[int]) -> HarnessRows:
         """A request by itself, computed once."""
         key = tuple(ids)
         if key not in self._alone:
             self._alone[key] = self.feed(rows=(key,))[0]
         return self._alone[key]
 
-    def gap(self, a: Rows, b: Rows, start: int = 0, stop: int | None = None) -> Gap:
+    def gap(self, a: HarnessRows, b: HarnessRows, start: int = 0, stop: int | None = None) -> ErrorGap:
         """Hold `a` against `b`, tap by tap in the model's order, tokens `start` to `stop` of both."""
-        nearest: Gap | None = None
+        nearest: ErrorGap | None = None
         for tap in self.taps:
             if tap not in a:
                 continue
             mine, theirs = a[tap][start:stop], b[tap][start:stop]
             errors, limit = row_errors(mine, theirs), self.limit(tap, theirs)
             outside = np.flatnonzero(errors > limit)
-            found = Gap(
+            found = ErrorGap(
                 within=not outside.size,
                 tap=tap,
                 layer_type=self._layer_type(tap),
@@ -126,7 +126,7 @@ class Lab:
         """The worst token's limit at a tap, by the same floors as a comparison's."""
         from parity.comparison.tolerance import rules_for
 
-        layer = layer_of(tap)
+        layer = layer_depth(tap)
         depth = (
             layer + 1 if layer is not None else 0 if tap.startswith("embed") else len(self.target.layers) + 1
         )
@@ -134,11 +134,11 @@ class Lab:
         return rules.limit.token * (REGROUPED if rules.gate == "semantic" else 1.0)
 
     def _layer_type(self, tap: str) -> str:
-        layer = layer_of(tap)
+        layer = layer_depth(tap)
         return "" if layer is None else str(self.target.layer_types[layer])
 
 
-def layer_of(tap: str) -> int | None:
+def layer_depth(tap: str) -> int | None:
     return int(tap.split(".")[1]) if tap.startswith("layer.") else None
 
 
@@ -154,22 +154,22 @@ def row_errors(a: Any, b: Any) -> NDArray[np.float64]:
     return found
 
 
-def answer(
+def make_experiment_result(
     name: str,
-    trials: Sequence[Trial],
+    trials: Sequence[ExperimentTrial],
     *,
     proves: tuple[str, ...],
-    fails: Callable[[Trial], str],
+    fails: Callable[[ExperimentTrial], str],
     passes: str,
     step: str,
     outcome: Outcome = "fail",
-) -> Result:
+) -> ExperimentResult:
     """One finding for an experiment: the first trial outside, or the nearest to its limit."""
     ran = [trial for trial in trials if trial.gap is not None]
     outside = [trial for trial in ran if trial.gap is not None and not trial.gap.within]
     refused = [trial for trial in trials if trial.gap is None]
     if not ran:
-        return Result(
+        return ExperimentResult(
             finding=Finding(
                 name=f"live.{name}",
                 outcome="skipped",
@@ -193,7 +193,7 @@ def answer(
     )
     more = f"; refused: {refused[0].what} ({refused[0].because})" if refused else ""
     if not outside:
-        return Result(
+        return ExperimentResult(
             finding=Finding(
                 name=f"live.{name}",
                 outcome="pass",
@@ -204,7 +204,7 @@ def answer(
             ),
             trials=tuple(trials),
         )
-    return Result(
+    return ExperimentResult(
         finding=Finding(
             name=f"live.{name}",
             outcome=outcome,
@@ -219,11 +219,11 @@ def answer(
     )
 
 
-def _nearness(trial: Trial) -> float:
+def _nearness(trial: ExperimentTrial) -> float:
     return trial.gap.error / trial.gap.limit if trial.gap is not None else 0.0
 
 
-def at_words(trial: Trial) -> str:
+def at_words(trial: ExperimentTrial) -> str:
     """Where and by how much."""
     gap = trial.gap
     assert gap is not None
@@ -231,10 +231,10 @@ def at_words(trial: Trial) -> str:
     return f"from token {gap.onset} on by {gap.error:.2g} at {gap.tap}{kind}"
 
 
-def refusing(experiment: str, what: str, run: Callable[[], Gap]) -> Trial:
+def trial_of_refusal(experiment: str, what: str, run: Callable[[], ErrorGap]) -> ExperimentTrial:
     """A trial whose refusal by the model is an answer: it is no silent fault."""
     try:
-        return Trial(experiment=experiment, what=what, gap=run())
+        return ExperimentTrial(experiment=experiment, what=what, gap=run())
     except (ValueError, RuntimeError, NotImplementedError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return Trial(experiment=experiment, what=what, gap=None, because=first)
+        return ExperimentTrial(experiment=experiment, what=what, gap=None, because=first)

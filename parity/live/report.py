@@ -20,7 +20,7 @@ import numpy as np
 from parity.diagnosis.records import MEANING, Diagnosis
 from parity.errors import ParityError
 from parity.live.experiments import EXPERIMENTS
-from parity.live.harness import LAYERS, Lab, Result, Trial, layer_of
+from parity.live.harness import LAYERS, ExperimentResult, ExperimentTrial, Harness, layer_depth
 from parity.reports.record import Column, Finding, Report, Suspicion, Table, Value
 
 TOKENS = 150
@@ -32,7 +32,7 @@ def experiments_for(kinds: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name, (_, proves) in EXPERIMENTS.items() if set(proves) & set(kinds))
 
 
-def live(
+def run_live(
     model: Any,
     *,
     ids: Sequence[int] | None = None,
@@ -54,7 +54,7 @@ def live(
     began = time.perf_counter()
     chosen = _chosen(only)
     lab = _lab(model, ids, dtype, backend, loader)
-    results: list[Result] = []
+    results: list[ExperimentResult] = []
     for number, name in enumerate(chosen):
         if progress is not None:
             progress(number, len(chosen), name)
@@ -99,9 +99,9 @@ def prepare(backend: str = "torch") -> None:
 
     Raises ParityError for a backend that cannot run on this machine.
     """
-    from parity.model.target.backends import isolate, missing, parse
+    from parity.model.target.backends import isolate, missing, parse_backend
 
-    choice = parse(backend)
+    choice = parse_backend(backend)
     why = missing(choice)
     if why:
         raise ParityError(f"backend {backend}", why, "choose another --backend")
@@ -109,7 +109,7 @@ def prepare(backend: str = "torch") -> None:
         isolate(choice)
 
 
-def joined(report: Report, experiments: Report) -> Report:
+def add_experiments(report: Report, experiments: Report) -> Report:
     """A comparison's report with the experiments' findings, suspicions and tables added to it."""
     return replace(
         report,
@@ -128,22 +128,22 @@ def tokens_of(requests: Sequence[Any], worst: str | None) -> tuple[int, ...]:
     return tuple(chosen.token_ids)
 
 
-def _lab(model: Any, ids: Sequence[int] | None, dtype: str, backend: str, loader: str) -> Lab:
+def _lab(model: Any, ids: Sequence[int] | None, dtype: str, backend: str, loader: str) -> Harness:
     """Load the model with the backend it is to run on."""
-    from parity.model.target.backends import device_map, parse
+    from parity.model.target.backends import device_map, parse_backend
 
     prepare(backend)
-    choice = parse(backend)
-    from parity.model.target.load import Target, TargetSpec, load, select_taps
+    choice = parse_backend(backend)
+    from parity.model.target.load import Target, TargetSpec, load_target, select_taps
 
     target = model
     if not isinstance(model, Target):
         spec = TargetSpec(model=str(model), dtype=dtype, loader=loader, device_map=device_map(choice))
         with _quiet():
-            target = load(spec)
+            target = load_target(spec)
     given = _ids(target, ids)
-    taps = [tap for tap in select_taps(target, None) if (layer := layer_of(tap)) is None or layer < LAYERS]
-    return Lab(target=target, backend=choice, ids=given, taps=tuple(taps))
+    taps = [tap for tap in select_taps(target, None) if (layer := layer_depth(tap)) is None or layer < LAYERS]
+    return Harness(target=target, backend=choice, ids=given, taps=tuple(taps))
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def _ids(target: Any, ids: Sequence[int] | None) -> tuple[int, ...]:
     return given
 
 
-def _not_proven(lab: Lab) -> Finding:
+def _not_proven(lab: Harness) -> Finding:
     """Another implementation ran than was asked for."""
     return Finding(
         name="live.proof",
@@ -189,7 +189,7 @@ def _not_proven(lab: Lab) -> Finding:
 
 
 def _decision(
-    diagnosis: Diagnosis | None, results: Sequence[Result], chosen: Sequence[str]
+    diagnosis: Diagnosis | None, results: Sequence[ExperimentResult], chosen: Sequence[str]
 ) -> Finding | None:
     """Between two kinds: the one whose experiment fails here."""
     if diagnosis is None or len(diagnosis.kinds) < 2:
@@ -237,7 +237,7 @@ def _decision(
     )
 
 
-def _suspicions(results: Sequence[Result], chosen: Sequence[str]) -> tuple[Suspicion, ...]:
+def _suspicions(results: Sequence[ExperimentResult], chosen: Sequence[str]) -> tuple[Suspicion, ...]:
     """What a user may suspect, and what each experiment says to it."""
     words: Mapping[str, str] = {
         "padding": "padding changes the states",
@@ -269,7 +269,7 @@ def _suspicions(results: Sequence[Result], chosen: Sequence[str]) -> tuple[Suspi
     return tuple(found)
 
 
-def _trials(trials: Sequence[Trial]) -> Table:
+def _trials(trials: Sequence[ExperimentTrial]) -> Table:
     """Every computation of every experiment."""
     rows: list[tuple[Value, ...]] = []
     for trial in trials:

@@ -28,7 +28,7 @@ from parity.errors import ParityError
 if TYPE_CHECKING:
     import torch
 
-SCHEMA = "parity-trace/1"
+TRACE_SCHEMA = "parity-trace/1"
 SKETCH_SCHEMA = "parity-sketch/1"
 """The same folder, but of each tap a norm and a projection a token (`parity.model.target.sketching`)."""
 MANIFEST = "manifest.json"
@@ -42,7 +42,7 @@ IDENTIFYING = ("token_ids", "rows", "shard", "prompt_tokens", "origin")
 """Of a request's entry, what shard and manifest have to agree on besides its id; texts and notes are for showing."""
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}\.safetensors")
 
-Norm = Literal["none", "pre", "post"]
+NormState = Literal["none", "pre", "post"]
 """none: the final norm does not apply here; pre and post: before and after the target's final norm."""
 
 
@@ -61,7 +61,7 @@ class TapInfo(_Record):
     width: int
     layer: int | None = Field(ge=0, le=100_000)
     """0-based decoder layer the tap belongs to; null for `embed.out`, `final.*` and `logits`."""
-    norm: Norm
+    norm: NormState
     hf_index: int | None
     """The equal entry of transformers' `hidden_states`, where there is one."""
     meaning: str
@@ -85,7 +85,7 @@ class RequestEntry(_Record):
 
     @field_validator("token_ids", "token_texts")
     @classmethod
-    def _shared(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _share_equal(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Equal ids and texts as one object each: a trace of a million tokens has no more than a vocabulary of them,
         and there are two sides."""
         return tuple(_ONE_OF_EACH.setdefault(value, value) for value in values)
@@ -337,9 +337,9 @@ def read_manifest(folder: Path) -> Manifest:
             f"the manifest {file}", f"no readable JSON ({error})", "capture the trace again"
         ) from error
     schema = data.get("schema") if isinstance(data, dict) else None
-    if schema not in (SCHEMA, SKETCH_SCHEMA):
+    if schema not in (TRACE_SCHEMA, SKETCH_SCHEMA):
         raise ParityError(
-            f"a manifest of schema {SCHEMA} in {file}",
+            f"a manifest of schema {TRACE_SCHEMA} in {file}",
             f"schema {schema!r}",
             "use the parity version that wrote it, or capture the trace again",
         )
@@ -372,7 +372,7 @@ class TraceWriter:
                 "something of that name there already",
                 "choose another --out, or remove it first",
             )
-        with _told(self.out):
+        with _explain_refusals(self.out):
             self.partial.mkdir(parents=True, exist_ok=True)
         mark = self.partial / "fingerprint"
         if mark.exists() and mark.read_text() != fingerprint:
@@ -388,14 +388,14 @@ class TraceWriter:
                     f"shards of an unknown capture in {self.partial}",
                     "remove that folder, or choose another --out",
                 )
-            with _told(self.out):
+            with _explain_refusals(self.out):
                 write_atomically(mark, fingerprint.encode())
         self.entries: dict[str, RequestEntry] = {}
         self.refresh()
 
     def refresh(self) -> None:
         """Read again which requests are written whole, other processes' included."""
-        self.entries = {entry.id: entry for entry in self._finished()}
+        self.entries = {entry.id: entry for entry in self._finished_entries()}
 
     def __enter__(self) -> "TraceWriter":
         return self
@@ -437,8 +437,8 @@ class TraceWriter:
         metadata = {"request": entry.model_dump_json(), "fingerprint": self.fingerprint} | (
             {"proof": proof.model_dump_json()} if proof else {}
         )
-        with _told(self.out):
-            save_file(_unshared({**tensors, **(further or {})}), temporary, metadata=metadata)
+        with _explain_refusals(self.out):
+            save_file(_unshare({**tensors, **(further or {})}), temporary, metadata=metadata)
             os.replace(temporary, self.partial / shard)
         self.entries[entry.id] = entry
 
@@ -475,7 +475,7 @@ class TraceWriter:
         )  # last: shards without it could be taken for others
         return Trace.of_folder(self.out)
 
-    def _finished(self) -> Iterator[RequestEntry]:
+    def _finished_entries(self) -> Iterator[RequestEntry]:
         """Entries of the shards that were written whole; an unreadable shard is removed, to be redone."""
         from safetensors import safe_open
 
@@ -516,7 +516,7 @@ def merge_proofs(proofs: Sequence[BackendProof]) -> BackendProof:
 
 
 @contextmanager
-def _told(out: Path) -> Iterator[None]:
+def _explain_refusals(out: Path) -> Iterator[None]:
     """Turn what the system refuses (no space, no permission, no folder) into words; nothing finished is lost."""
     try:
         yield
@@ -531,7 +531,7 @@ def _told(out: Path) -> Iterator[None]:
         ) from error
 
 
-def _unshared(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
+def _unshare(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
     """Contiguous tensors of which no two share memory: safetensors refuses shared ones, and two taps
     can be one tensor (`final.prenorm` is the last layer's output)."""
     seen: set[int] = set()

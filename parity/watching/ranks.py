@@ -28,7 +28,7 @@ def is_first() -> bool:
     return rank_and_world()[0] == 0
 
 
-def gathered(value: Any) -> list[Any]:
+def gather_from_ranks(value: Any) -> list[Any]:
     """Every rank's value, in the order of ranks."""
     _, world = rank_and_world()
     if world == 1:
@@ -40,13 +40,13 @@ def gathered(value: Any) -> list[Any]:
     return found
 
 
-def agreed(
+def merge_ranks(
     numbers: Numbers, sizes: Mapping[str, int], findings: Sequence[Finding]
 ) -> tuple[list[tuple[str, Value]], list[Finding]]:
     """The same numbers and findings on every rank. sizes: of the tensors whose mean and std are among the numbers."""
     if rank_and_world()[1] == 1:
         return list(numbers), list(findings)
-    parts = gathered((list(numbers), dict(sizes), list(findings)))
+    parts = gather_from_ranks((list(numbers), dict(sizes), list(findings)))
     return _merged_numbers([(each[0], each[1]) for each in parts]), _merged_findings(
         [each[2] for each in parts]
     )

@@ -33,17 +33,17 @@ from parity.reports.record import Finding, Value
 from parity.tracing.trace import Trace
 from parity.watching.ranks import is_first
 
-FINAL = ("final.prenorm", "final.postnorm")
+FINAL_TAPS = ("final.prenorm", "final.postnorm")
 WAIT = 600.0
 """Seconds that the end of a run waits for a worker that is still at it: loading a large target takes minutes."""
-NAME = "recapture"
+RECAPTURE_NAME = "recapture"
 States = Mapping[str, Tensor]
 """Tap -> [T, D]."""
-Answer = tuple[list[tuple[str, Value]], list[Finding]]
+RecaptureAnswer = tuple[list[tuple[str, Value]], list[Finding]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Given:
+class SampleStates:
     """What a step was given of one sample."""
 
     step: int
@@ -52,7 +52,7 @@ class Given:
     states: States
 
 
-class Recapture:
+class StateRecapture:
     """Compares states with the target's own, at every probed step."""
 
     def __init__(self, trainer: Trainer, tokens: int) -> None:
@@ -60,46 +60,48 @@ class Recapture:
         self.trainer, self.tokens = trainer, tokens
         self.layers = trainer.parts.layers
         self.source: Any = trainer.source
-        self._worker: _Beside | None = None
+        self._worker: _RecaptureThread | None = None
 
-    def ask(self, step: int, output: StepOutput) -> Answer:
+    def ask(self, step: int, output: StepOutput) -> RecaptureAnswer:
         """Numbers and findings of this step, or those of an earlier one that a worker has done meanwhile."""
-        given = self._given(step, output)
+        given = self._sample_states(step, output)
         if given is None:
             return [], []
         if isinstance(self.source, SyntheticStates):
-            return self._compared(given, self.source.target(torch.tensor(given.tokens)))
+            return self._compare_states(given, self.source.target(torch.tensor(given.tokens)))
         if not isinstance(self.source, OnlineStates):
-            return [], [_skipped("states are read from files, and the target is not in this process")]
+            return [], [_skip_finding("states are read from files, and the target is not in this process")]
         if self.source.backend.name == "torch":
-            return self._compared(given, self._again(given.tokens, list(given.states)), self._all)
+            return self._compare_states(given, self._again(given.tokens, list(given.states)), self._all)
         if not is_first():
             return [], []  # one worker holds the target a second time, not one a rank
         if self._worker is None:
-            self._worker = _Beside(self.trainer, [f"layer.{layer}.out" for layer in range(self.layers)])
+            self._worker = _RecaptureThread(
+                self.trainer, [f"layer.{layer}.out" for layer in range(self.layers)]
+            )
         done = self._worker.done()
         self._worker.start(given)
-        return self._told(done)
+        return self._merge_answers(done)
 
-    def close(self) -> Answer:
+    def close(self) -> RecaptureAnswer:
         """What a worker still had to tell; ends it."""
         if self._worker is None:
             return [], []
         done = self._worker.done(wait=WAIT)
         self._worker.close()
         self._worker = None
-        return self._told(done)
+        return self._merge_answers(done)
 
-    def _told(self, done: "tuple[Given, States | str] | None") -> Answer:
+    def _merge_answers(self, done: "tuple[SampleStates, States | str] | None") -> RecaptureAnswer:
         if done is None:
             return [], []
         given, made = done
         if isinstance(made, str):
-            return [], [_skipped(f"the torch worker failed on step {given.step}: {made}")]
-        numbers, findings = self._compared(given, made)
-        return [(f"{NAME}.step", given.step), *numbers], findings
+            return [], [_skip_finding(f"the torch worker failed on step {given.step}: {made}")]
+        numbers, findings = self._compare_states(given, made)
+        return [(f"{RECAPTURE_NAME}.step", given.step), *numbers], findings
 
-    def _given(self, step: int, output: StepOutput) -> Given | None:
+    def _sample_states(self, step: int, output: StepOutput) -> SampleStates | None:
         first = next(iter(output.batch.spans()), None)
         if not self.tokens or first is None:
             return None
@@ -109,7 +111,9 @@ class Recapture:
             name: output.captured.states[span, index].detach().cpu()
             for index, name in enumerate(output.captured.taps)
         }
-        return Given(step=step, sample=sample, tokens=output.batch.tokens[span].tolist(), states=states)
+        return SampleStates(
+            step=step, sample=sample, tokens=output.batch.tokens[span].tolist(), states=states
+        )
 
     def _again(self, tokens: Sequence[int], taps: Sequence[str]) -> States:
         source = self.source
@@ -123,9 +127,9 @@ class Recapture:
         return {name: tensor.cpu() for name, tensor in made.taps.items()}
 
     def _all(self, tokens: Sequence[int]) -> States:
-        return self._again(tokens, [*(f"layer.{layer}.out" for layer in range(self.layers)), *FINAL])
+        return self._again(tokens, [*(f"layer.{layer}.out" for layer in range(self.layers)), *FINAL_TAPS])
 
-    def _compared(self, given: Given, made: States, more: Any = None) -> Answer:
+    def _compare_states(self, given: SampleStates, made: States, more: Any = None) -> RecaptureAnswer:
         """more: captures every layer of these tokens, where `made` has the recipe's alone."""
         numbers: list[tuple[str, Value]] = []
         outside: list[str] = []
@@ -133,8 +137,8 @@ class Recapture:
         for name, own in given.states.items():
             error, gap = row_errors(own, made[name].cpu()), _gaps(own, made[name].cpu())
             size, limit = rms(error), self.limit(name, own, made[name])
-            numbers.append((f"{NAME}.{name}.relative_l2", size))
-            numbers.append((f"{NAME}.{name}.cosine", float(1 - gap.max(initial=0.0))))
+            numbers.append((f"{RECAPTURE_NAME}.{name}.relative_l2", size))
+            numbers.append((f"{RECAPTURE_NAME}.{name}.cosine", float(1 - gap.max(initial=0.0))))
             if size > limit.rms or float(error.max(initial=0.0)) > limit.token:
                 outside.append(name)
             if size / limit.rms >= worst[0]:
@@ -146,11 +150,13 @@ class Recapture:
         )
         if not outside:
             sentence = f"the step's states are those of a second capture on torch: {said}"
-            return numbers, [Finding(name=NAME, outcome="pass", sentence=sentence, evidence=tuple(numbers))]
-        named = _named(self, given, made if more is None else more(given.tokens), outside)
+            return numbers, [
+                Finding(name=RECAPTURE_NAME, outcome="pass", sentence=sentence, evidence=tuple(numbers))
+            ]
+        named = _name_fault(self, given, made if more is None else more(given.tokens), outside)
         row = deviation(named[0])
         finding = Finding(
-            name=NAME,
+            name=RECAPTURE_NAME,
             outcome="fail",
             fault=row.name,
             sentence=f"{row.sentence}: {named[1]}; {len(outside)} of {len(given.states)} slices differ, {said}",
@@ -173,7 +179,9 @@ def _gaps(a: Tensor, b: Tensor) -> Any:
     return (1 - torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=-1)).numpy()
 
 
-def _named(self: Recapture, given: Given, made: States, outside: Sequence[str]) -> tuple[str, str]:
+def _name_fault(
+    self: StateRecapture, given: SampleStates, made: States, outside: Sequence[str]
+) -> tuple[str, str]:
     """The fault's name, and what was seen: the tap that each slice outside really is, or a roll by one token."""
     really: dict[str, str] = {}
     for name in outside:
@@ -203,16 +211,16 @@ def _layer(tap: str) -> int:
     return int(tap.split(".")[1]) if tap.startswith("layer.") else 10**6
 
 
-def _skipped(why: str) -> Finding:
+def _skip_finding(why: str) -> Finding:
     return Finding(
-        name=NAME,
+        name=RECAPTURE_NAME,
         outcome="skipped",
         sentence=f"states were not captured again: {why}",
         next_step="parity compare holds two captures of the same tokens against each other",
     )
 
 
-class _Beside:
+class _RecaptureThread:
     """One worker on torch, asked by a thread so that no step waits for it."""
 
     def __init__(self, trainer: Trainer, layers: Sequence[str]) -> None:
@@ -221,15 +229,15 @@ class _Beside:
         self.taps = list(dict.fromkeys([*taps_of(recipe), *layers]))
         self._worker: Worker | None = None
         self._thread: threading.Thread | None = None
-        self._result: tuple[Given, States | str] | None = None
+        self._result: tuple[SampleStates, States | str] | None = None
 
-    def start(self, given: Given) -> None:
+    def start(self, given: SampleStates) -> None:
         """Begin with these tokens, unless it is still at others."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(given,), daemon=True)
             self._thread.start()
 
-    def done(self, wait: float = 0.0) -> tuple[Given, States | str] | None:
+    def done(self, wait: float = 0.0) -> tuple[SampleStates, States | str] | None:
         """The result of what was begun, once; None while there is none."""
         if self._thread is not None:
             self._thread.join(wait)
@@ -239,15 +247,15 @@ class _Beside:
         result, self._result = self._result, None
         return result
 
-    def _run(self, given: Given) -> None:
+    def _run(self, given: SampleStates) -> None:
         try:
-            self._result = given, self._captured(given.tokens)
+            self._result = given, self._recapture_states(given.tokens)
         except (
             Exception
         ) as error:  # of a worker that died, or of a target that it cannot load: told, not raised
             self._result = given, str(error).splitlines()[0]
 
-    def _captured(self, tokens: list[int]) -> States:
+    def _recapture_states(self, tokens: list[int]) -> States:
         if self._worker is None:
             self._worker = Worker("torch")
         request = {

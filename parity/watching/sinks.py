@@ -24,7 +24,7 @@ class JsonLines:
 
     def __init__(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        self.file = out / step_log.NAME
+        self.file = out / step_log.STEP_LOG_NAME
 
     def write(self, report: StepReport, samples: Mapping[str, Any]) -> None:
         """Append one line."""
@@ -34,7 +34,7 @@ class JsonLines:
         """Nothing is kept open."""
 
 
-class TensorBoard:
+class TensorBoardSink:
     """Scalars and histograms in OUT/tensorboard."""
 
     def __init__(self, out: Path) -> None:
@@ -59,7 +59,7 @@ class TensorBoard:
         self.writer.close()
 
 
-class Panel:
+class TerminalPanel:
     """The last step report on a terminal, and a line for each finding that begins to say something.
 
     Where there is no terminal, the lines alone. Inside another live display it is a renderable of rich.
@@ -99,7 +99,7 @@ class Panel:
         if self.last is None:
             return Text("")
         numbers = dict(self.last.values)
-        lines = ["  ".join(f"{name} {_short(numbers[name])}" for name in SHOWN if name in numbers)]
+        lines = ["  ".join(f"{name} {_short(numbers[name])}" for name in PANEL_LINES if name in numbers)]
         groups = [[n for n in numbers if n.endswith(end)] for end in (".influence", ".weight", ".accuracy")]
         lines += [
             f"{group[0].rpartition('.')[2]} " + " ".join(_short(numbers[name]) for name in group[:WIDEST])
@@ -121,7 +121,7 @@ class Panel:
             self._live = None
 
 
-SHOWN = ("loss", "tau.estimate", "gradient_norm", "anchors.covered")
+PANEL_LINES = ("loss", "tau.estimate", "gradient_norm", "anchors.covered")
 """Values in the panel's first line."""
 WIDEST = 16
 """Numbers in one of its other lines: as many as a block has slots."""

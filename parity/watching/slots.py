@@ -18,20 +18,20 @@ from parity.probes.deviations import deviation
 from parity.probes.instruments.loss.head_gradient import term_values
 from parity.probes.instruments.loss.mixture import explain
 from parity.reports.record import Column, Finding, Table, Value
-from parity.watching.values import Values, norm_of
+from parity.watching.values import StepValues, norm_of
 
-SLOTS = 64
+SLOT_LIMIT = 64
 """Slots looked at, at most: whole blocks, evenly spaced."""
 PIECE = 1 << 25
 """Numbers of the head brought to float64 at once: 256 MiB."""
 FLOOR, ROUNDINGS = 1e-6, 4.0
 """The loss probe's limits of the residual: in float64 itself, and times the rounding of the step's own dtypes."""
-CERTAIN = 0.05
+CERTAIN_SHARE = 0.05
 """Standard error of a term's share from which on the mixture counts as not identifiable on these tokens."""
 
 
 @torch.no_grad()
-def read_step(values: Values, output: StepOutput) -> None:
+def read_step(values: StepValues, output: StepOutput) -> None:
     """Every tensor of the step, signal to noise and influence of each conditioning slice, the anchors' reach."""
     captured, made = output.captured, output.objective
     divide = made.denominator.clamp(min=torch.finfo(made.denominator.dtype).tiny)
@@ -54,7 +54,7 @@ def read_step(values: Values, output: StepOutput) -> None:
     values.put("anchors.count", len(output.anchors))
     values.put("anchors.share", len(output.anchors) / many)
     reached = output.anchors[:, None] + torch.arange(output.labels.shape[1]).to(output.anchors)
-    values.put("anchors.covered", reached[output.supervised].unique().numel() / many)
+    values.put("anchors.covered", reached[output.supervision_mask].unique().numel() / many)
 
 
 def read_slots(output: StepOutput) -> tuple[list[tuple[str, Value]], list[Finding], list[Table]]:
@@ -62,7 +62,7 @@ def read_slots(output: StepOutput) -> tuple[list[tuple[str, Value]], list[Findin
 
     The finding fails where the recipe's terms do not explain that gradient to rounding.
     """
-    looked = _Slots.of(output)
+    looked = _StepSlots.of(output)
     if looked is None:
         return [], [], []
     columns = looked.columns(output.loss_config)
@@ -81,23 +81,23 @@ def read_slots(output: StepOutput) -> tuple[list[tuple[str, Value]], list[Findin
             rows.append((slot, float(own.mean()), float(own.min()), float(own.max()), len(own)))
     shares, said = _shares(looked, columns, output.loss_config.terms, limit)
     numbers += shares
-    return numbers, [_judged(float(left), limit, len(looked.slot), said)], [_table(rows)]
+    return numbers, [_judge_slots(float(left), limit, len(looked.slot), said)], [_table(rows)]
 
 
 def _shares(
-    looked: "_Slots", columns: Mapping[str, Tensor], terms: Mapping[str, float], limit: float
+    looked: "_StepSlots", columns: Mapping[str, Tensor], terms: Mapping[str, float], limit: float
 ) -> tuple[list[tuple[str, Value]], str]:
     """The terms' measured shares, where they can be told apart; and the same in words."""
     if len(terms) == 1:
         return [], f"{next(iter(terms))} alone"
     fit = explain(looked.gradient, columns, limit)
-    if set(fit.shares) != set(terms) or max(fit.errors.values()) > CERTAIN:
+    if set(fit.shares) != set(terms) or max(fit.errors.values()) > CERTAIN_SHARE:
         return [("loss.step.mix", "not identifiable")], "their mix is not identifiable on these tokens"
     words = ", ".join(f"{share:.4g} {name}" for name, share in fit.shares.items())
     return [(f"loss.step.{name}.share", share) for name, share in fit.shares.items()], words
 
 
-def _judged(left: float, limit: float, many: int, said: str) -> Finding:
+def _judge_slots(left: float, limit: float, many: int, said: str) -> Finding:
     numbers = f"residual {left:.1g}, limit {limit:.1g}, {many} slots of the step"
     evidence: tuple[tuple[str, Value], ...] = (("residual", left), ("limit", limit), ("slots", many))
     if left <= limit:
@@ -130,11 +130,11 @@ def _table(rows: list[tuple[Value, ...]]) -> Table:
     )
 
 
-class _Slots:
+class _StepSlots:
     """n supervised slots of a step: what stands there, and the gradient that arrived."""
 
     def __init__(self, output: StepOutput, blocks: Tensor) -> None:
-        on = output.supervised[blocks]
+        on = output.supervision_mask[blocks]
         block, slot = on.nonzero(as_tuple=True)
         where = (blocks[block], slot)
         assert output.hidden.grad is not None
@@ -147,13 +147,13 @@ class _Slots:
             self.teacher = self._logits(self.states)
 
     @classmethod
-    def of(cls, output: StepOutput) -> "_Slots | None":
+    def of(cls, output: StepOutput) -> "_StepSlots | None":
         """Some blocks' slots; None where nothing is trained or no gradient was kept."""
         grad = output.hidden.grad
-        blocks = output.supervised.any(1).nonzero().squeeze(-1)
+        blocks = output.supervision_mask.any(1).nonzero().squeeze(-1)
         if grad is None or not len(blocks) or not bool(grad.isfinite().all()):
             return None
-        many = max(1, SLOTS // output.labels.shape[1])
+        many = max(1, SLOT_LIMIT // output.labels.shape[1])
         chosen = torch.linspace(0, len(blocks) - 1, min(many, len(blocks))).round().long()
         return cls(output, blocks[chosen.to(blocks.device)])
 

@@ -12,17 +12,17 @@ from parity.gating.conformance import compare_statements
 from parity.model.recipe.config import Recipe
 from parity.probes.adapters.base import Adapter
 from parity.probes.ask import conformance
-from parity.probes.subject import ask_adapter
+from parity.probes.subject import query_adapter
 from parity.probes.table import TABLE
-from parity.reports.from_steps import report_of
+from parity.reports.from_steps import steps_report
 from parity.reports.record import Conformance, Finding, Report, Statement, StepReport, Table, Value
 
-STEP = "step"
+STEP_TABLE = "step"
 """What the statement about the step itself is called, beside those of the probes."""
 
 
 @dataclass(kw_only=True)
-class Found:
+class StepFindings:
     """What has been found of one step so far, on this rank."""
 
     numbers: list[tuple[str, Value]] = field(default_factory=list)
@@ -41,15 +41,15 @@ class Found:
         self.tables += tables
 
 
-def asked(adapter: Adapter, probes: Sequence[str], found: Found, *, copies: bool) -> Conformance:
+def run_probes(adapter: Adapter, probes: Sequence[str], found: StepFindings, *, copies: bool) -> Conformance:
     """Ask these probes; findings and tables go into `found`. copies: of the trainer's state are kept meanwhile."""
-    answers = ask_adapter(adapter, probes, copies=copies)
+    answers = query_adapter(adapter, probes, copies=copies)
     for _, answer in answers:
         found.add(findings=answer.findings, tables=answer.tables)
     return conformance(adapter, answers)
 
 
-def joined(
+def merge_statements(
     now: Conformance | None, facts: Sequence[tuple[str, Value]] | None, recipe: Recipe | None
 ) -> Conformance:
     """The probes' statements, and one about the step itself where it says something."""
@@ -59,12 +59,12 @@ def joined(
         )
     if facts is None:
         return now
-    words = "; ".join(f"{name.removeprefix(f'{STEP}.')}: {value}" for name, value in facts)
-    own = Statement(probe=STEP, sentence=words, facts=tuple(facts))
+    words = "; ".join(f"{name.removeprefix(f'{STEP_TABLE}.')}: {value}" for name, value in facts)
+    own = Statement(probe=STEP_TABLE, sentence=words, facts=tuple(facts))
     return replace(now, statements=(*now.statements, own))
 
 
-def compared(
+def compare_wiring(
     name: str, before: Conformance, now: Conformance, *, what: str, only: Sequence[str] | None = None
 ) -> list[Finding]:
     """One finding: whether the wiring is still that of `what`. None where there is nothing to compare.
@@ -75,7 +75,7 @@ def compared(
         return []
     names = {statement.probe for statement in (*before.statements, *now.statements)}
     both = {s.probe for s in before.statements} & {s.probe for s in now.statements}
-    counted = {n for n in names if (only is None or n in only) and (n != STEP or n in both)}
+    counted = {n for n in names if (only is None or n in only) and (n != STEP_TABLE or n in both)}
     found = [f for f in compare_statements(before, now).findings if f.name in counted]
     changed = [finding for finding in found if finding.outcome == "fail"]
     if not found:
@@ -131,9 +131,11 @@ def whole_run(
 ) -> Report:
     """All step reports as one report. probes: those that were asked, None where hooks were all there was; the others
     are listed."""
-    findings = tuple(_unasked(probes))
+    findings = tuple(_unasked_findings(probes))
     if steps:
-        made = report_of(steps, title=f"watch: {len(steps)} of {steps_done:,} steps", command="parity.watch")
+        made = steps_report(
+            steps, title=f"watch: {len(steps)} of {steps_done:,} steps", command="parity.watch"
+        )
         made = replace(made, findings=(*made.findings, *findings))
     else:
         none = Finding(
@@ -153,7 +155,7 @@ def whole_run(
     return replace(made, environment=tuple(sorted(environment().items())), conformance=first)
 
 
-def _unasked(probes: Sequence[str] | None) -> list[Finding]:
+def _unasked_findings(probes: Sequence[str] | None) -> list[Finding]:
     """The wiring questions that a watch did not ask: each by itself where it could ask none, else in one finding."""
     left = {
         entry.name: entry.guards

@@ -1,6 +1,7 @@
 """What a training step shows without being asked anything: numbers read from tensors that are there anyway.
 
-Everything is reduced where the tensor lies and read at once (`Values.read`), so that a probed step waits for the device
+Everything is reduced where the tensor lies and read at once (`StepValues.read`), so that a probed step waits
+for the device
 once. Nothing here makes a tensor require gradients, and no random number is drawn.
 """
 
@@ -13,14 +14,14 @@ from torch import Tensor, nn
 
 from parity.reports.record import Column, Table, Value
 
-SAMPLE = 1000
+VALUE_SAMPLE = 1000
 """Values of a tensor that a histogram is made from, evenly spaced."""
-MOMENTS = ("finite", "mean", "std")
+MOMENT_KEYS = ("finite", "mean", "std")
 WHOLE = "module"
 """What the watched module itself is called."""
 
 
-class Values:
+class StepValues:
     """Numbers of one step by dotted name, still on their device; `read` brings them over."""
 
     def __init__(self) -> None:
@@ -43,11 +44,11 @@ class Values:
         self.sizes[name] = tensor.numel()
         if not tensor.numel() or tensor.is_complex():
             return
-        for moment, value in zip(MOMENTS, _moments(tensor), strict=True):
+        for moment, value in zip(MOMENT_KEYS, _moments(tensor), strict=True):
             self.scalars[f"{name}.{moment}"] = value
         if tensor.is_floating_point():
             flat = tensor.reshape(-1)
-            self.samples[name] = flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].clone()
+            self.samples[name] = flat[:: max(1, flat.numel() // VALUE_SAMPLE)][:VALUE_SAMPLE].clone()
 
     def put(self, name: str, value: Any) -> None:
         """One number or a tensor of one element."""
@@ -70,7 +71,7 @@ class Values:
     def table(self, numbers: Mapping[str, Value]) -> Table:
         """The tensors of the step, a row each."""
         rows = tuple(
-            (name, shape, dtype, device, *(numbers.get(f"{name}.{moment}") for moment in MOMENTS))
+            (name, shape, dtype, device, *(numbers.get(f"{name}.{moment}") for moment in MOMENT_KEYS))
             for name, shape, dtype, device in self.tensors
         )
         return Table(
@@ -127,7 +128,7 @@ def gradient_norms(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor
     shared: dict[str, Tensor] = {}
     some: dict[str, bool] = {}
     for name, parameter in parameters:
-        group, sharded = group_of(name), hasattr(parameter, "to_local")
+        group, sharded = parameter_group_of(name), hasattr(parameter, "to_local")
         sums = shared if sharded else whole
         if parameter.grad is not None:
             square = norm_of(local(parameter.grad).detach()).double().square()
@@ -149,7 +150,7 @@ def gradient_norms(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor
     }
 
 
-def group_of(name: str) -> str:
+def parameter_group_of(name: str) -> str:
     """The part of a model that a parameter belongs to: its numbered layer, else the module it stands in, two names
     deep at most: `model.layers.3`, `model.embed_tokens`, `fc`, and `slot` for one that stands in the model itself."""
     parts = name.replace("_orig_mod.", "").split(".")
@@ -159,7 +160,7 @@ def group_of(name: str) -> str:
     return ".".join(parts[:-1][:2]) or parts[0]
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap_ddp(module: nn.Module) -> nn.Module:
     """The module inside DistributedDataParallel, which calls it as a module of its own."""
     inner: Any = getattr(module, "module", None)
     return inner if type(module).__name__ == "DistributedDataParallel" else module
@@ -168,12 +169,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
 class ModuleTaps:
     """Hooks on a module's parts for the steps that are probed; none between them.
 
-    Output statistics of every part named by `group_of` at the first forward of the step (a checkpointed layer runs
+    Output statistics of every part named by `parameter_group_of` at the first forward of the step (a
+    checkpointed layer runs
     twice), and the norm of the gradient at it. A compiled part is looked at from outside only: hooks inside it would
     have it compiled again, with other kernels. What was never called is listed by `unseen`.
     """
 
-    def __init__(self, module: nn.Module, values: Values, *, whole: bool = True) -> None:
+    def __init__(self, module: nn.Module, values: StepValues, *, whole: bool = True) -> None:
         """whole: also of the module itself, under the name `module`."""
         self.values, self.whole = values, whole
         self.seen: set[str] = set()
@@ -196,7 +198,11 @@ class ModuleTaps:
         behind: list[str] = []
         for name, part in module.named_modules():
             short = name.removeprefix("_orig_mod.").replace("._orig_mod", "")
-            group = bool(short) and short == group_of(f"{short}.x") and not isinstance(part, nn.ModuleList)
+            group = (
+                bool(short)
+                and short == parameter_group_of(f"{short}.x")
+                and not isinstance(part, nn.ModuleList)
+            )
             if any(name.startswith(f"{outer}.") or not outer for outer in behind):
                 self.closed += [short] if group and name.rpartition(".")[2] != "_orig_mod" else []
                 continue
@@ -242,7 +248,7 @@ class ModuleTaps:
 
 
 def step_facts(
-    module: nn.Module | None, values: Values, groups: Iterable[str], unseen: Iterable[str]
+    module: nn.Module | None, values: StepValues, groups: Iterable[str], unseen: Iterable[str]
 ) -> list[tuple[str, Value]]:
     """What does not change from step to step of one wiring: dtypes, mode, which parts take part and get gradients.
 

@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parity.errors import ParityError
-from parity.gating.conformance import read, save
+from parity.gating.conformance import read_conformance, save_conformance
 from parity.model.dflash.step import StepOutput
 from parity.model.recipe.config import Recipe, WatchPart
 from parity.model.training.trainer import Trainer
@@ -37,12 +37,21 @@ from parity.probes.adapters.builtin import Builtin
 from parity.probes.ask import check_names, wiring_probes
 from parity.reports import step_log
 from parity.reports.record import Conformance, Finding, Report, StepReport
-from parity.watching.ranks import agreed, is_first
-from parity.watching.recapture import Recapture
-from parity.watching.sinks import JsonLines, Sink, TensorBoard
+from parity.watching.ranks import is_first, merge_ranks
+from parity.watching.recapture import StateRecapture
+from parity.watching.sinks import JsonLines, Sink, TensorBoardSink
 from parity.watching.slots import read_slots, read_step
-from parity.watching.step_report import STEP, Found, asked, compared, finite, first_failure, joined, whole_run
-from parity.watching.values import ModuleTaps, Values, gradient_norms, step_facts, unwrapped
+from parity.watching.step_report import (
+    STEP_TABLE,
+    StepFindings,
+    compare_wiring,
+    finite,
+    first_failure,
+    merge_statements,
+    run_probes,
+    whole_run,
+)
+from parity.watching.values import ModuleTaps, StepValues, gradient_norms, step_facts, unwrap_ddp
 
 CONFORMANCE = "conformance.json"
 """In the folder of a run: what its wiring was at the first probed step."""
@@ -86,10 +95,10 @@ class Watch:
             raise ParityError(given, "values out of range", do)
         self.probes = tuple(WatchPart().probes if probes is None else probes)
         check_names(self.probes, wiring_probes())
-        self.module, self.adapter = None if module is None else unwrapped(module), adapter
+        self.module, self.adapter = None if module is None else unwrap_ddp(module), adapter
         self.recipe = recipe if recipe is not None or adapter is None else adapter.recipe
         self.every, self.warmup, self.on_fail = every, warmup, on_fail
-        self.baseline = read(baseline) if baseline is not None else None
+        self.baseline = read_conformance(baseline) if baseline is not None else None
         self.out, self.tokens = None if out is None else Path(out), recapture
         self.sinks: list[Sink] = list(sinks)
         self.steps, self.reports = steps, list[StepReport]()
@@ -102,9 +111,9 @@ class Watch:
         """Spent by this watch: hooks, probes, writing."""
         self._began, self._spent = time.perf_counter(), 0.0
         self._trainer: Trainer | None = None
-        self._recapture: Recapture | None = None
+        self._recapture: StateRecapture | None = None
         self._armed, self._groups = False, list[str]()
-        self._values, self._taps = Values(), list[ModuleTaps]()
+        self._values, self._taps = StepValues(), list[ModuleTaps]()
         self._output: StepOutput | None = None
         self.first: Conformance | None = None
         """The wiring at the run's first probed step."""
@@ -133,12 +142,12 @@ class Watch:
         self.steps += 1
         report = None
         if self._armed:
-            with self._timed():
+            with self._count_time():
                 for name, value in shown.items():
                     many = isinstance(value, Tensor) and value.numel() != 1
                     (self._values.describe if many else self._values.put)(name, value)
                 self.gradients()
-                report = self._reported(Found())
+                report = self._report_step(StepFindings())
             if self.failed is not None and self.on_fail == "stop":
                 self.stopped = True
                 self.close()
@@ -163,7 +172,7 @@ class Watch:
         """Hooks for the coming step, where it is probed."""
         if self._armed or not self.due(self.steps + 1):
             return
-        self._armed, self._groups, self._values = True, [], Values()
+        self._armed, self._groups, self._values = True, [], StepValues()
         module = self.module if self._trainer is None else self._trainer.drafter
         if module is not None:
             self._taps = [ModuleTaps(module, self._values, whole=self._trainer is None)]
@@ -183,7 +192,7 @@ class Watch:
         return unseen
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _count_time(self) -> Iterator[None]:
         """Adds a block's time to the watch's own."""
         began = time.perf_counter()
         try:
@@ -197,10 +206,10 @@ class Watch:
     def attach(self, trainer: Trainer) -> "Watch":
         """Watch this trainer: its step, its data, its wiring. Adds itself to the trainer's observers."""
         self._trainer, self.adapter, self.recipe = trainer, Builtin(trainer), trainer.training.recipe
-        self._recapture = Recapture(trainer, self.tokens)
+        self._recapture = StateRecapture(trainer, self.tokens)
         self.steps = trainer.step_number
         if self.out is not None and not self.steps and is_first():  # as the trainer does with its own log
-            for name in (step_log.NAME, CONFORMANCE):
+            for name in (step_log.STEP_LOG_NAME, CONFORMANCE):
                 (self.out / name).unlink(missing_ok=True)
         self._go_on()
         if self not in trainer.observers:
@@ -214,9 +223,9 @@ class Watch:
             self._armed
             and self._output is None
             and output.hidden.requires_grad
-            and bool(output.supervised.any())
+            and bool(output.supervision_mask.any())
         ):
-            with self._timed():
+            with self._count_time():
                 self._output = output
                 output.hidden.retain_grad()
 
@@ -226,14 +235,14 @@ class Watch:
             return
         self.steps = step
         if self._armed:
-            with self._timed():
-                found = Found()
+            with self._count_time():
+                found = StepFindings()
                 self._from_log(record)
                 if self._output is not None:
                     read_step(self._values, self._output)
                     found.add(*read_slots(self._output))
                 self.gradients()
-                self._reported(found)
+                self._report_step(found)
             if self.failed is not None and self.on_fail == "stop" and self._trainer is not None:
                 self.stopped = True
                 self._trainer.ask_to_stop()
@@ -252,32 +261,34 @@ class Watch:
 
     # --- reports --------------------------------------------------------------------------------------
 
-    def _reported(self, found: Found) -> StepReport:
+    def _report_step(self, found: StepFindings) -> StepReport:
         """Ask, compare, and hand out the report of this step."""
         unseen, output, self._output = self._disarm(), self._output, None
         facts = None
         if self._trainer is None or output is not None:  # what trained nothing says nothing of the wiring
             module = self.module if self._trainer is None else None
             facts = step_facts(module, self._values, self._groups, unseen)
-        step = Found()
+        step = StepFindings()
         now = None
         if self.adapter is not None:
-            now = asked(self.adapter, self.probes, step, copies=not self.reports)
+            now = run_probes(self.adapter, self.probes, step, copies=not self.reports)
         step.add(found.numbers, found.findings, found.tables)
         if self._recapture is not None and output is not None:
             step.add(*self._recapture.ask(self.steps, output))
         del output
-        now = joined(now, facts, self.recipe)
+        now = merge_statements(now, facts, self.recipe)
         if self.first is None:
             self.first = now
             if self.out is not None and is_first():
                 self.out.mkdir(parents=True, exist_ok=True)
-                save(now, self.out / CONFORMANCE)
-        step.findings += compared("drift", self.first, now, what="the run's first report")
+                save_conformance(now, self.out / CONFORMANCE)
+        step.findings += compare_wiring("drift", self.first, now, what="the run's first report")
         if self.baseline is not None:
-            names = (*self.probes, STEP) if self.adapter is not None else (STEP,)
-            step.findings += compared("baseline", self.baseline, now, what="the baseline", only=names)
-        numbers, findings = agreed([*self._values.read(), *step.numbers], self._values.sizes, step.findings)
+            names = (*self.probes, STEP_TABLE) if self.adapter is not None else (STEP_TABLE,)
+            step.findings += compare_wiring("baseline", self.baseline, now, what="the baseline", only=names)
+        numbers, findings = merge_ranks(
+            [*self._values.read(), *step.numbers], self._values.sizes, step.findings
+        )
         if unseen:
             numbers.append(("hooks.unseen", ", ".join(unseen)))
         numbers += [fact for statement in now.statements for fact in statement.facts]
@@ -288,9 +299,9 @@ class Watch:
             findings=(*finite(numbers), *findings),
             tables=(self._values.table(dict(numbers)), *step.tables),
         )
-        return self._delivered(report)
+        return self._deliver(report)
 
-    def _delivered(self, report: StepReport) -> StepReport:
+    def _deliver(self, report: StepReport) -> StepReport:
         report = replace(report, seconds=report.seconds + self._spent)
         self._spent = 0.0
         self.reports.append(report)
@@ -311,7 +322,7 @@ class Watch:
         """Of a run that is gone on with, the first report's wiring."""
         file = None if self.out is None else self.out / CONFORMANCE
         if self.steps and self.first is None and file is not None and file.is_file():
-            self.first = read(file)
+            self.first = read_conformance(file)
 
     def close(self) -> None:
         """Take every hook away, wait for a worker's last answer, close the sinks. Called by `with`, and by whoever
@@ -323,7 +334,7 @@ class Watch:
                 last = self.reports.pop()
                 kept = tuple(f for f in last.findings if f.name not in {each.name for each in late[1]})
                 values = dict(last.values) | dict(late[0])
-                self._delivered(replace(last, values=tuple(values.items()), findings=(*kept, *late[1])))
+                self._deliver(replace(last, values=tuple(values.items()), findings=(*kept, *late[1])))
         for sink in self.sinks if is_first() else ():
             sink.close()
         self.sinks = []
@@ -336,9 +347,9 @@ class Watch:
     @property
     def history(self) -> tuple[StepReport, ...]:
         """All step reports of the run, those of earlier calls included where there is a folder."""
-        file = None if self.out is None else self.out / step_log.NAME
+        file = None if self.out is None else self.out / step_log.STEP_LOG_NAME
         if file is not None and file.is_file() and is_first():
-            return step_log.read(file)
+            return step_log.read_step_log(file)
         return tuple(self.reports)
 
     @property
@@ -386,7 +397,7 @@ def watch_training(trainer: Trainer, out: Path | None, sinks: Sequence[Sink] = (
     if part is None:
         return None
     if trainer.training.run.save.tensorboard and out is not None and is_first():
-        own.append(TensorBoard(out))
+        own.append(TensorBoardSink(out))
     made = Watch(
         every=part.every,
         warmup=part.warmup,

@@ -15,7 +15,7 @@
         def parameters(self):
             return dict(self.model.named_parameters())
 
-`step` and `parameters` are required. Every other method is optional: what is not written raises `Missing`, and
+`step` and `parameters` are required. Every other method is optional: what is not written raises `NotExposed`, and
 the probes that need it say skipped, with the method's name. Probes believe nothing of what is shown: they look at what
 moves when the captured states, the tokens, the seed or the weights move.
 
@@ -26,6 +26,7 @@ Shapes: S tokens of a row, N captured slices, C conditioning layers, D width, A 
 draft vocabulary, F features that enter fc (C * D).
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,12 +40,12 @@ from parity.model.recipe.config import Recipe
 from parity.model.training.data import Batch
 
 
-class Missing(Exception):
+class NotExposed(Exception):
     """An adapter does not show this part. The first argument says which, and why where there is a reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Shown:
+class AdapterStep:
     """What one step used and made. Tensors in the graph have not been detached on their way from the states."""
 
     loss: Tensor
@@ -64,7 +65,7 @@ class Shown:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Reference:
+class TargetReference:
     """The target as itself, computed beside the trainer's capture, to hold that against."""
 
     embed: Tensor
@@ -105,7 +106,9 @@ class Adapter:
 
     # --- required -------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int, training: bool) -> Shown:
+    def step(
+        self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int, training: bool
+    ) -> AdapterStep:
         """The trainer's own path from the captured states [S, N, D] to the loss, with these anchors [A].
 
         `seed` starts whatever is random (noise, dropout) and leaves the global generators as they were
@@ -124,54 +127,69 @@ class Adapter:
 
     def draw(self, batch: Batch, *, seed: int, epoch: int) -> Tensor:
         """[A] the anchors that the trainer itself draws for this row."""
-        raise Missing("draw")
+        raise NotExposed("draw")
 
     def capture(self, batch: Batch) -> Tensor:
         """States [S, N, D] as the trainer's own capture (or its files) delivers them for these tokens."""
-        raise Missing("capture")
+        raise NotExposed("capture")
 
-    def reference(self, batch: Batch) -> Reference:
+    def reference(self, batch: Batch) -> TargetReference:
         """The target's own states and logits for these tokens, not through the trainer's capture."""
-        raise Missing("reference")
+        raise NotExposed("reference")
 
     def draft(self, batch: Batch, states: Tensor, anchor: int) -> Tensor:
         """[B - 1, V] logits of slots 1..B-1 of the block at token `anchor`, drafted as inference does it: the states of
         its document before it through the cache, one block, the inference's own embeddings, mask and head."""
-        raise Missing("draft")
+        raise NotExposed("draft")
 
     def generate(self, prompt: Sequence[int], new_tokens: int) -> tuple[Sequence[int], Sequence[int]]:
         """(new token ids, accepted length of each cycle with its bonus token) of the inference's draft-verify loop at
         temperature 0, caches and their rollback included. The first new token is no draft's."""
-        raise Missing("generate")
+        raise NotExposed("generate")
 
     def greedy(self, prompt: Sequence[int], new_tokens: int) -> Sequence[int]:
         """New token ids that the target writes by itself, greedily, one at a time, without the drafter."""
-        raise Missing("greedy")
+        raise NotExposed("greedy")
 
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the run."""
-        raise Missing("optimizer")
+        raise NotExposed("optimizer")
 
     def update(self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int) -> None:
         """One whole optimizer step on this row, as training does it. The probe puts everything back."""
-        raise Missing("update")
+        raise NotExposed("update")
 
     def run(self, folder: Path, until: int) -> Sequence[float | Mapping[str, Any]]:
         """Train a short run of its own in `folder`, from where the folder's checkpoint is (else from the start),
         up to step `until`, and save. Returns the steps made now, each its loss, or a record with `loss` and what else
         the trainer logs (`lr`, `tokens`, `blocks`, `gradient_norm`, ...), by which a difference is named. This
         adapter's own drafter is not touched."""
-        raise Missing("run")
+        raise NotExposed("run")
 
     def export(self, folder: Path) -> str:
         """Write the checkpoint that serving reads; returns its layout: `zlab` or `speculators`."""
-        raise Missing("export")
+        raise NotExposed("export")
 
     def tokenize(self, messages: Sequence[Mapping[str, str]]) -> tuple[Sequence[int], Sequence[bool]]:
         """Token ids of a conversation as the training data has them, and which are trained on."""
-        raise Missing("tokenize")
+        raise NotExposed("tokenize")
 
     def request(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
         """Token ids that the server forms for these messages, up to where the assistant begins to write, as for a
         client that does not say whether to think. One that can say so takes `thinking: bool | None = None` too."""
-        raise Missing("request")
+        raise NotExposed("request")
+
+
+OLD_NAMES = {"Shown": AdapterStep, "Missing": NotExposed, "Reference": TargetReference}
+"""Names of version 0.1 that adapters of users import; they still work, with a DeprecationWarning."""
+
+
+def __getattr__(name: str) -> type:
+    """An old name's class, with a warning that names the new one."""
+    if name not in OLD_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = OLD_NAMES[name]
+    warnings.warn(
+        f"{name} is now {new.__name__}: from {__name__} import {new.__name__}", DeprecationWarning, 2
+    )
+    return new

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parity.model.dflash.decode import DecodeConfig, Ends, Proposer, _ends, generate, greedy
+from parity.model.dflash.decode import DecodeConfig, EmbeddingAndHead, Proposer, _ends, generate, greedy
 from parity.model.dflash.export import save_speculators, save_zlab
-from parity.model.dflash.layout_write import Wiring as Layers
+from parity.model.dflash.layout_write import TargetLayers as Layers
 from parity.model.dflash.step import StepOutput, drafter_config
-from parity.model.recipe.config import Training
+from parity.model.recipe.config import TrainingFile
 from parity.model.target import chat
 from parity.model.training.data import Batch, Document, read_documents
-from parity.model.training.loss import Teacher
-from parity.model.training.states import Captured, open_target
+from parity.model.training.loss import TeacherStates
+from parity.model.training.states import StepStates, open_target
 from parity.model.training.trainer import Trainer
-from parity.probes.adapters.base import Adapter, Missing, Reference, Shown
+from parity.probes.adapters.base import Adapter, AdapterStep, NotExposed, TargetReference
 from parity.probes.adapters.targets import TargetSide
 
 STAND_IN = 8
@@ -58,7 +58,7 @@ class Builtin(Adapter):
         self.configured = drafter_config(self.recipe, trainer.training.run, trainer.parts)
 
     @classmethod
-    def open(cls, training: Training, documents: Sequence[Document] | None = None) -> "Builtin":
+    def open(cls, training: TrainingFile, documents: Sequence[Document] | None = None) -> "Builtin":
         """The trainer of a training file on its own target; nothing is written.
 
         documents: the training data; without it a stand-in, which matters for a draft vocabulary that is counted.
@@ -71,10 +71,12 @@ class Builtin(Adapter):
 
     # --- required -------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int, training: bool) -> Shown:
+    def step(
+        self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int, training: bool
+    ) -> AdapterStep:
         """`Wiring.step` on the given states."""
         out = self._step(batch, states, anchors=anchors, seed=seed, training=training)
-        return Shown(
+        return AdapterStep(
             loss=out.loss,
             hidden=out.hidden,
             head=out.head,
@@ -86,7 +88,7 @@ class Builtin(Adapter):
 
     def _step(self, batch: Batch, states: Tensor, **options: Any) -> StepOutput:
         drafter, recipe = self.trainer.drafter, self.recipe
-        captured = Captured(states=states, taps=self.slices, conditioning=len(recipe.conditioning.layers))
+        captured = StepStates(states=states, taps=self.slices, conditioning=len(recipe.conditioning.layers))
         before = drafter.training
         drafter.train(options["training"])
         try:
@@ -108,10 +110,10 @@ class Builtin(Adapter):
     def capture(self, batch: Batch) -> Tensor:
         """What the run's state source gives."""
         if self.trainer.training.run.states.kind != "online":
-            raise Missing("capture (the states are offline, and hold the data's tokens only)")
+            raise NotExposed("capture (the states are offline, and hold the data's tokens only)")
         return self.trainer.source(batch).states
 
-    def reference(self, batch: Batch) -> Reference:
+    def reference(self, batch: Batch) -> TargetReference:
         """The target by its own forward, document by document."""
         side = TargetSide(
             training=self.trainer.training,
@@ -127,7 +129,8 @@ class Builtin(Adapter):
         """`Proposer` on a cache of the states before the anchor."""
         conditioning = states[:, : len(self.recipe.conditioning.layers)].flatten(1)
         proposer = Proposer(
-            self.trainer.drafter, Ends(embed=self.trainer.parts.embed, head=self.trainer.parts.head)
+            self.trainer.drafter,
+            EmbeddingAndHead(embed=self.trainer.parts.embed, head=self.trainer.parts.head),
         )
         document = batch.document[anchor]
         before = (batch.document == document) & (batch.position < batch.position[anchor])
@@ -143,7 +146,7 @@ class Builtin(Adapter):
         """`parity.model.dflash.decode`'s loop."""
         config = replace(self.decoding, max_new_tokens=new_tokens)
         made = generate(self.trainer.parts.speaker, self.trainer.drafter, prompt, config)
-        return made.tokens, made.accepted
+        return made.tokens, made.acceptance_lengths
 
     def greedy(self, prompt: Sequence[int], new_tokens: int) -> Sequence[int]:
         """The target token by token."""
@@ -167,11 +170,11 @@ class Builtin(Adapter):
         """The trainer's own loop, with its checkpoints, on a few short documents and this target."""
         training = self.trainer.training
         if training.run.states.kind != "online":
-            raise Missing("run (the states are offline, and hold the data's tokens only)")
-        training = training.changed(SHORT_RUN)
+            raise NotExposed("run (the states are offline, and hold the data's tokens only)")
+        training = training.with_values(SHORT_RUN)
         if training.recipe.attention.window is not None:
             window = min(training.recipe.attention.window, 128)
-            training = training.changed({"recipe.attention.window": window})
+            training = training.with_values({"recipe.attention.window": window})
         documents = read_documents(training.run.data, self.tokenizer)
         kind = type(self.trainer)
         trainer = kind(training, self.trainer.parts, self.trainer.source, documents, out=folder)
@@ -202,7 +205,7 @@ class Builtin(Adapter):
     def tokenize(self, messages: Sequence[Mapping[str, str]]) -> tuple[Sequence[int], Sequence[bool]]:
         """As the data is tokenised."""
         if self.tokenizer is None:
-            raise Missing("tokenize (no tokenizer)")
+            raise NotExposed("tokenize (no tokenizer)")
         return chat.tokenise(
             self.tokenizer, [dict(m) for m in messages], self.trainer.training.run.data.thinking
         )
@@ -210,7 +213,7 @@ class Builtin(Adapter):
     def request(self, messages: Sequence[Mapping[str, str]], thinking: bool | None = None) -> Sequence[int]:
         """The target's chat template, as a server applies it; thinking None: as the template has it."""
         if self.served is None:
-            raise Missing("request (no tokenizer)")
+            raise NotExposed("request (no tokenizer)")
         options = {} if thinking is None else {"enable_thinking": thinking}
         made = self.served.apply_chat_template(
             list(messages), add_generation_prompt=True, return_dict=True, **options
@@ -218,7 +221,7 @@ class Builtin(Adapter):
         return list(made["input_ids"])
 
 
-def _teacher_logits(teacher: Teacher) -> Tensor:
+def _teacher_logits(teacher: TeacherStates) -> Tensor:
     """[A, B, V]."""
     return teacher.states[teacher.index].to(teacher.head) @ teacher.head.T
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from parity.errors import ParityError
-from parity.model.recipe.config import Training
+from parity.model.recipe.config import TrainingFile
 from parity.model.training.data import Batch
-from parity.probes.adapters.base import Adapter, Missing, Reference, Shown
+from parity.probes.adapters.base import Adapter, AdapterStep, NotExposed, TargetReference
 from parity.probes.adapters.targets import TargetSide, ZlabDraft, body_of, conditioning_before
 
 
@@ -40,7 +40,7 @@ class SpecForge(Adapter):
         self._reader: ZlabDraft | None = None
 
     @classmethod
-    def open(cls, training: Training) -> "SpecForge":
+    def open(cls, training: TrainingFile) -> "SpecForge":
         """A new drafter for a training file's target, configured as the recipe declares. Raises ParityError for what
         SpecForge cannot be told, or where it is not installed (`make peers`)."""
         draft, family, base = _imports()
@@ -72,7 +72,9 @@ class SpecForge(Adapter):
 
     # --- required -------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int, training: bool) -> Shown:
+    def step(
+        self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int, training: bool
+    ) -> AdapterStep:
         """The strategy's loss with these anchors in place of `_sample_anchor_positions`."""
         rows = _Rows(batch)
         before = self.model.training
@@ -86,12 +88,12 @@ class SpecForge(Adapter):
         row, place = rows.at(anchors)
         at = rows.numbers(anchors)
         labels, weights = (torch.cat(seen[name], dim=1)[at] for name in ("labels", "weights"))
-        return Shown(
+        return AdapterStep(
             loss=loss,
             hidden=seen["hidden"],
             head=self.model.lm_head.weight,
             anchors=rows.start[row] + place,
-            fc_input=rows.packed(seen["fc"]),
+            fc_input=rows.pack(seen["fc"]),
             labels=torch.where(weights > 0, labels, torch.full_like(labels, -1)),
         )
 
@@ -165,7 +167,7 @@ class SpecForge(Adapter):
     def draw(self, batch: Batch, *, seed: int, epoch: int) -> Tensor:
         """`_sample_anchor_positions`, from the global generator seeded by (seed, epoch)."""
         rows = _Rows(batch)
-        mask = rows.padded(batch.loss_mask.long()[:, None])[..., 0]
+        mask = rows.pad(batch.loss_mask.long()[:, None])[..., 0]
         with torch.random.fork_rng():
             torch.manual_seed(seed * 1_000_003 + epoch)
             anchors, keep = self.model._sample_anchor_positions(rows.longest, mask, mask.device)
@@ -174,9 +176,9 @@ class SpecForge(Adapter):
 
     def capture(self, batch: Batch) -> Tensor:
         """SGLang's business."""
-        raise Missing("capture (SGLang makes its states: hold its .ckpt files against a capture of ours)")
+        raise NotExposed("capture (SGLang makes its states: hold its .ckpt files against a capture of ours)")
 
-    def reference(self, batch: Batch) -> Reference:
+    def reference(self, batch: Batch) -> TargetReference:
         """The target by its own forward."""
         return self.target.reference(batch)
 
@@ -195,7 +197,7 @@ class SpecForge(Adapter):
 
     def optimizer(self) -> torch.optim.Optimizer:
         """The AdamW inside its BF16Optimizer, over fp32 copies of the parameters."""
-        raise Missing("optimizer (its BF16Optimizer trains fp32 copies: membership says nothing)")
+        raise NotExposed("optimizer (its BF16Optimizer trains fp32 copies: membership says nothing)")
 
     def update(self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int) -> None:
         """Backward and a step of its own optimizer, made anew each time so that nothing of it is left."""
@@ -210,7 +212,7 @@ class SpecForge(Adapter):
 
     def run(self, folder: Path, until: int) -> Sequence[float]:
         """Not without its distributed set-up."""
-        raise Missing("run (its controller expects torch.distributed and NCCL)")
+        raise NotExposed("run (its controller expects torch.distributed and NCCL)")
 
     def export(self, folder: Path) -> str:
         """Its export's two lines: `save_pretrained`, then both rope schemas."""
@@ -222,7 +224,7 @@ class SpecForge(Adapter):
 
     def tokenize(self, messages: Sequence[Mapping[str, str]]) -> tuple[Sequence[int], Sequence[bool]]:
         """Its parsers are bound to named templates."""
-        raise Missing("tokenize (its parsers know templates by name, and not this target's)")
+        raise NotExposed("tokenize (its parsers know templates by name, and not this target's)")
 
     def request(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
         """The target's chat template."""
@@ -251,14 +253,14 @@ class _Rows:
         row, _ = self.at(anchors)
         return row, torch.tensor([int((row[:index] == row[index]).sum()) for index in range(len(row))])
 
-    def padded(self, values: Tensor) -> Tensor:
+    def pad(self, values: Tensor) -> Tensor:
         """[S, F] -> [rows, longest, F], zeros behind each document."""
         out = values.new_zeros(len(self), self.longest, values.shape[1])
         for row, span in enumerate(self.spans):
             out[row, : span.stop - span.start] = values[span]
         return out
 
-    def packed(self, values: Tensor) -> Tensor:
+    def pack(self, values: Tensor) -> Tensor:
         """[rows, longest, F] -> [S, F], in the graph."""
         parts = [values[row, : span.stop - span.start] for row, span in enumerate(self.spans)]
         joined = torch.cat(parts)

@@ -20,12 +20,20 @@ from torch import Tensor
 
 from parity.errors import ParityError
 from parity.model.dflash.layout_write import speculators_config
-from parity.model.recipe.config import Training
+from parity.model.recipe.config import TrainingFile
 from parity.model.training.data import Batch
-from parity.probes.adapters.base import Adapter, Missing, Reference, Shown
+from parity.probes.adapters.base import Adapter, AdapterStep, NotExposed, TargetReference
 from parity.probes.adapters.targets import TargetSide, ZlabDraft, body_of, conditioning_before
 
-TERMS = {"ce": "ce", "kl": "kl_div", "rkl": "rkl", "js": "jsd", "tv": "tv", "nla": "nla", "lk": "lk_hybrid"}
+SPECULATORS_TERMS = {
+    "ce": "ce",
+    "kl": "kl_div",
+    "rkl": "rkl",
+    "js": "jsd",
+    "tv": "tv",
+    "nla": "nla",
+    "lk": "lk_hybrid",
+}
 """Our names of loss terms -> speculators'."""
 WEIGHTS = {"exp": "fixed-exp-decay", "dpace": "dpace"}
 
@@ -50,7 +58,7 @@ class Speculators(Adapter):
         self._reader: ZlabDraft | None = None
 
     @classmethod
-    def open(cls, training: Training) -> "Speculators":
+    def open(cls, training: TrainingFile) -> "Speculators":
         """A new drafter for a training file's target, configured as the recipe declares. Raises ParityError for what
         speculators cannot be told, or where it is not installed (`make peers`)."""
         core, losses = _imports()
@@ -64,11 +72,13 @@ class Speculators(Adapter):
             model.load_vocab_mappings(*_most_frequent(size, target.vocabulary))
         _load_verifier(model, target)
         weights = recipe.loss.weights
-        if weights.kind not in WEIGHTS or set(recipe.loss.terms) - TERMS.keys():
+        if weights.kind not in WEIGHTS or set(recipe.loss.terms) - SPECULATORS_TERMS.keys():
             asked = f"recipe.loss: {dict(recipe.loss.terms)} with {weights.kind} weights"
             raise ParityError(asked, "speculators has exp and dpace weights", "declare what it can be told")
         call, _ = core.DFlashDraftModel.get_trainer_kwargs(
-            loss_fn=json.dumps({TERMS[name]: factor for name, factor in recipe.loss.terms.items()}),
+            loss_fn=json.dumps(
+                {SPECULATORS_TERMS[name]: factor for name, factor in recipe.loss.terms.items()}
+            ),
             loss_implementation="eager",
             dflash_decay_gamma=weights.gamma or 4.0,
             max_anchors=recipe.block.anchors,
@@ -80,7 +90,9 @@ class Speculators(Adapter):
 
     # --- required -------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int, training: bool) -> Shown:
+    def step(
+        self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int, training: bool
+    ) -> AdapterStep:
         """The model's forward with these anchors in place of `select_anchors`."""
         with torch.random.fork_rng(), _training(self.model, training):
             torch.manual_seed(seed)
@@ -88,7 +100,7 @@ class Speculators(Adapter):
         _, _, targets, mask, _ = seen["backbone"]
         blocks = (len(anchors), self.recipe.block.size)
         labels = targets[0].argmax(-1).view(blocks)
-        return Shown(
+        return AdapterStep(
             loss=loss,
             hidden=seen["hidden"],
             head=self.model.lm_head.weight,
@@ -161,11 +173,11 @@ class Speculators(Adapter):
 
     def capture(self, batch: Batch) -> Tensor:
         """vLLM's business."""
-        raise Missing(
+        raise NotExposed(
             "capture (vLLM writes its states: hold a folder of hs_*.safetensors against a capture of ours)"
         )
 
-    def reference(self, batch: Batch) -> Reference:
+    def reference(self, batch: Batch) -> TargetReference:
         """The target by its own forward."""
         return self.target.reference(batch)
 
@@ -205,7 +217,7 @@ class Speculators(Adapter):
 
     def run(self, folder: Path, until: int) -> Sequence[float]:
         """Not on a CPU."""
-        raise Missing("run (its Trainer moves the model to a CUDA device)")
+        raise NotExposed("run (its Trainer moves the model to a CUDA device)")
 
     def export(self, folder: Path) -> str:
         """`save_pretrained`."""
@@ -214,7 +226,7 @@ class Speculators(Adapter):
 
     def tokenize(self, messages: Sequence[Mapping[str, str]]) -> tuple[Sequence[int], Sequence[bool]]:
         """A vLLM server's business."""
-        raise Missing("tokenize (its data is rendered by a vLLM server)")
+        raise NotExposed("tokenize (its data is rendered by a vLLM server)")
 
     def request(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
         """The target's chat template."""
@@ -273,13 +285,13 @@ def _fixed_anchors(anchors: Tensor, seen: dict[str, Any]) -> Iterator[None]:
     core, _ = _imports()
     own = core.select_anchors
 
-    def fixed(loss_mask: Tensor, count: int, block_size: int) -> tuple[Tensor, Tensor]:
+    def give_fixed_anchors(loss_mask: Tensor, count: int, block_size: int) -> tuple[Tensor, Tensor]:
         seen["anchors"] = anchors
         return anchors.to(loss_mask.device), torch.ones(
             len(anchors), dtype=torch.bool, device=loss_mask.device
         )
 
-    core.select_anchors = fixed
+    core.select_anchors = give_fixed_anchors
     try:
         yield
     finally:

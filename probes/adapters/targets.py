@@ -13,27 +13,27 @@ from torch import Tensor
 
 from parity.errors import ParityError
 from parity.model.dflash.config import DrafterConfig
-from parity.model.dflash.layout_write import Wiring as Layers
+from parity.model.dflash.layout_write import TargetLayers as Layers
 from parity.model.dflash.layout_write import zlab_config
 from parity.model.dflash.step import drafter_config
-from parity.model.recipe.config import Training
+from parity.model.recipe.config import TrainingFile
 from parity.model.target import chat
 from parity.model.training.data import Batch
-from parity.model.training.states import Parts, SyntheticStates, open_target
-from parity.probes.adapters.base import Missing, Reference
+from parity.model.training.states import SharedModules, SyntheticStates, open_target
+from parity.probes.adapters.base import NotExposed, TargetReference
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSide:
     """What a recipe's target gives to any trainer."""
 
-    training: Training
-    parts: Parts
+    training: TrainingFile
+    parts: SharedModules
     source: Any
     tokenizer: Any
 
     @classmethod
-    def open(cls, training: Training) -> "TargetSide":
+    def open(cls, training: TrainingFile) -> "TargetSide":
         """Load the target of a training file. Raises ParityError as `open_target` does."""
         parts, source, tokenizer = open_target(training)
         return cls(training=training, parts=parts, source=source, tokenizer=tokenizer)
@@ -65,7 +65,7 @@ class TargetSide:
         """config.json of the declared drafter in z-lab's layout, in float32."""
         return zlab_config(self.drafter, self.layers, "float32")
 
-    def reference(self, batch: Batch) -> Reference:
+    def reference(self, batch: Batch) -> TargetReference:
         """The target by its own forward, document by document, zeros on padding."""
         rows = [own_states(self.parts, self.source, batch.tokens[span]) for _, span in batch.spans()]
         padding = len(batch.tokens) - sum(len(row["logits"]) for row in rows)
@@ -74,7 +74,7 @@ class TargetSide:
             for name in rows[0]
         }
         logits = joined.pop("logits")
-        return Reference(
+        return TargetReference(
             embed=self.parts.embed,
             head=self.parts.head,
             states=joined,
@@ -85,19 +85,19 @@ class TargetSide:
     def tokenize(self, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
         """As our data is tokenised. Raises Missing."""
         if self.tokenizer is None:
-            raise Missing("tokenize (the target has no tokenizer)")
+            raise NotExposed("tokenize (the target has no tokenizer)")
         return chat.tokenise(self.tokenizer, messages, self.training.run.data.thinking)
 
     def request(self, messages: list[dict[str, str]]) -> list[int]:
         """The target's chat template, as a server applies it. Raises Missing."""
         if self.tokenizer is None:
-            raise Missing("request (the target has no tokenizer)")
+            raise NotExposed("request (the target has no tokenizer)")
         made = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return list(made["input_ids"])
 
 
 @torch.no_grad()
-def own_states(parts: Parts, source: Any, tokens: Tensor) -> dict[str, Tensor]:
+def own_states(parts: SharedModules, source: Any, tokens: Tensor) -> dict[str, Tensor]:
     """Every tap of one document [T, D], and `logits` [T, V], from the target's own outputs."""
     if isinstance(source, SyntheticStates):
         made: dict[str, Tensor] = source.target(tokens)
@@ -125,7 +125,7 @@ class ZlabDraft:
         try:
             from dflash.model import DFlashDraftModel
         except ImportError as error:
-            raise Missing("draft (z-lab's dflash is not installed: make peers)") from error
+            raise NotExposed("draft (z-lab's dflash is not installed: make peers)") from error
         from transformers import Qwen3Config
 
         own = Qwen3Config(**dict(config))
@@ -158,13 +158,13 @@ class ZlabDraft:
         return logits
 
 
-BODY = ("fc.", "hidden_norm.", "layers.", "norm.")
+BODY_PREFIX = ("fc.", "hidden_norm.", "layers.", "norm.")
 """What z-lab's names of a drafter's own parameters begin with."""
 
 
 def body_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A drafter's own parameters by z-lab's names, the shared ones left out."""
-    return {name: tensor.detach() for name, tensor in parameters.items() if name.startswith(BODY)}
+    return {name: tensor.detach() for name, tensor in parameters.items() if name.startswith(BODY_PREFIX)}
 
 
 def conditioning_before(batch: Batch, states: Tensor, anchor: int, slices: int) -> Tensor:

@@ -5,19 +5,19 @@ Bug it finds: kernels that were never called (transformers falls back silently; 
 Cost: none beyond the captures. Faults: `dispatch`.
 """
 
-from parity.probes.base import Answer, Evidence, evidence_of, text_columns
+from parity.probes.base import Evidence, ProbeAnswer, evidence_of, text_columns
 from parity.reports.record import Column, Finding, Table, Value
 
 
-class Dispatch:
+class DispatchProbe:
     """Reads the call proofs of every trace, and reports workers that crashed."""
 
     name = "dispatch"
 
-    def run(self, evidence: Evidence) -> Answer:
+    def run(self, evidence: Evidence) -> ProbeAnswer:
         """One finding for the proofs, one for each crash, one for the interpreter's self-test."""
         findings = [self._proofs(evidence), *self._crashes(evidence), *self._self_test(evidence)]
-        return Answer(findings=tuple(findings), tables=(self._table(evidence),))
+        return ProbeAnswer(findings=tuple(findings), tables=(self._table(evidence),))
 
     def _proofs(self, evidence: Evidence) -> Finding:
         if not evidence.linear:

@@ -4,23 +4,23 @@ Method: the same backend again, and the same row in a batch of four. What they c
 which other pairs are judged. Cost: four forwards on torch. Faults: `not-reproducible`.
 """
 
-from parity.probes.base import Answer, Evidence, compare_pair, evidence_of, skipped
+from parity.probes.base import Evidence, ProbeAnswer, compare_pair, evidence_of, skip_answer
 from parity.reports.record import Column, Finding, Table, Value
 
 
-class MeasuredFloor:
+class FloorProbe:
     """Measures, and fails where a rerun is not the same run or a batch changes more than rounding explains."""
 
     name = "floor"
 
-    def run(self, evidence: Evidence) -> Answer:
+    def run(self, evidence: Evidence) -> ProbeAnswer:
         """One finding for finiteness and for each dtype, and the measured sizes as a table."""
         findings: list[Finding] = [self._finite(evidence)]
         rows: list[tuple[Value, ...]] = []
         for dtype in ("fp32", "bf16"):
             why = evidence.why_not(f"torch.{dtype}.rerun", f"torch.{dtype}.batch", f"torch.{dtype}")
             if why:
-                findings += skipped(f"floor.{dtype}", why, "capture a rerun and a larger batch").findings
+                findings += skip_answer(f"floor.{dtype}", why, "capture a rerun and a larger batch").findings
                 continue
             pairs = {
                 kind: compare_pair(
@@ -31,13 +31,13 @@ class MeasuredFloor:
             findings.append(self._finding(dtype, {kind: pair.comparison for kind, pair in pairs.items()}))
             for kind, pair in pairs.items():
                 rows += [(dtype, kind, tap.tap, tap.error_rms, tap.error_max) for tap in pair.comparison.taps]
-        return Answer(findings=tuple(findings), tables=(self._table(rows),))
+        return ProbeAnswer(findings=tuple(findings), tables=(self._table(rows),))
 
     def _finite(self, evidence: Evidence) -> Finding:
         """Are torch's states finite at all? Where they are not, no other number says much."""
         names = [name for name in ("torch.fp32", "torch.bf16") if name in evidence.traces]
         if not names:
-            return skipped("finite", evidence.why_not("torch.fp32") or "", "capture on torch").findings[0]
+            return skip_answer("finite", evidence.why_not("torch.fp32") or "", "capture on torch").findings[0]
         for name in names:
             trace = evidence.traces[name]
             for tap in trace.taps:

@@ -7,23 +7,25 @@ floor of float32. Cost: one fp64 forward. Faults: `semantics`.
 
 from parity.comparison.tolerance import FLOOR_MARGIN, default_floor, rms
 from parity.kernel.sums import pair_stats
-from parity.probes.base import Answer, Evidence, evidence_of, skipped, token_errors
+from parity.probes.base import Evidence, ProbeAnswer, evidence_of, skip_answer, token_errors
 from parity.reports.record import Finding
 
 
-class AgainstGolden:
+class GoldenProbe:
     """Holds torch's float32 states against fp64."""
 
     name = "golden"
 
-    def run(self, evidence: Evidence) -> Answer:
+    def run(self, evidence: Evidence) -> ProbeAnswer:
         """One finding: the worst tap, in multiples of the rounding floor; with a rolled copy as control."""
         why = evidence.why_not("torch.fp32", "golden")
         if why:
-            return skipped("golden", why, "capture with --backend golden, or on a machine with more memory")
+            return skip_answer(
+                "golden", why, "capture with --backend golden, or on a machine with more memory"
+            )
         gold, run = evidence.traces["golden"], evidence.traces["torch.fp32"]
         if not gold.manifest.backend.valid:
-            return Answer(
+            return ProbeAnswer(
                 findings=(
                     Finding(
                         name="golden",
@@ -50,7 +52,7 @@ class AgainstGolden:
             controls.append(
                 max(rms(token_errors(pair_stats(a, b.roll(1, 0), full=False))) for a, b in pairs) / limit > 1
             )
-        return Answer(findings=(self._finding(times, controls),))
+        return ProbeAnswer(findings=(self._finding(times, controls),))
 
     def _finding(self, times: dict[str, float], controls: list[bool]) -> Finding:
         worst = max(times, key=lambda tap: times[tap])

@@ -11,33 +11,43 @@ backend. Faults: `kernel`, `dispatch`, `full-attention-differs`.
 from collections.abc import Mapping
 
 from parity.comparison.traces import Comparison
-from parity.probes.base import DTYPES, Answer, Evidence, compare_pair, evidence_of, relative_l2, skipped
+from parity.probes.base import (
+    CAPTURE_DTYPES,
+    Evidence,
+    ProbeAnswer,
+    compare_pair,
+    evidence_of,
+    relative_l2,
+    skip_answer,
+)
 from parity.reports.record import Chart, Column, Finding, Table, Value
 
 
-class Kernels:
+class KernelsProbe:
     """Torch against the other backend."""
 
     name = "kernels"
 
-    def run(self, evidence: Evidence) -> Answer:
+    def run(self, evidence: Evidence) -> ProbeAnswer:
         """Findings of the gates in both dtypes, of the local errors, and the per-layer tables."""
         if not evidence.linear:
             why = "no linear-attention layer in this model: every backend runs the same code"
             step = "nothing; name a model with linear-attention layers to compare kernels"
             names = ("kernels.fp32", "kernels.bf16")
-            return Answer(findings=tuple(f for name in names for f in skipped(name, why, step).findings))
+            return ProbeAnswer(
+                findings=tuple(f for name in names for f in skip_answer(name, why, step).findings)
+            )
         answers = [self._one(evidence, dtype) for dtype in ("fp32", "bf16")]
-        return Answer(
+        return ProbeAnswer(
             findings=tuple(finding for answer in answers for finding in answer.findings),
             tables=tuple(table for answer in answers for table in answer.tables),
         )
 
-    def _one(self, evidence: Evidence, dtype: str) -> Answer:
+    def _one(self, evidence: Evidence, dtype: str) -> ProbeAnswer:
         name = f"kernels.{dtype}"
         why = evidence.why_not(f"other.{dtype}", f"torch.{dtype}")
         if why:
-            return skipped(
+            return skip_answer(
                 name, why, "run where that backend is available; `parity env` lists what runs here"
             )
         floor = evidence.floor(dtype)
@@ -47,7 +57,7 @@ class Kernels:
         local = None
         why = evidence.why_not(f"other.{dtype}.local")
         if why:
-            findings += skipped(f"{name}.local", why, "capture with --local-from").findings
+            findings += skip_answer(f"{name}.local", why, "capture with --local-from").findings
         else:
             local = compare_pair(evidence, f"{name}.local", f"other.{dtype}.local", f"torch.{dtype}")
             findings += [
@@ -55,7 +65,7 @@ class Kernels:
                 *(f for f in local.findings if _worth_telling(f)),
             ]
         summary = layer_table(evidence, dtype, whole.comparison, local.comparison if local else None, golden)
-        return Answer(findings=tuple(findings), tables=(summary, depth_table(dtype, summary), *tables))
+        return ProbeAnswer(findings=tuple(findings), tables=(summary, depth_table(dtype, summary), *tables))
 
     def _local(self, evidence: Evidence, dtype: str, local: Comparison) -> Finding:
         """Full attention must differ locally by 0, and linear attention must not."""
@@ -86,7 +96,9 @@ class Kernels:
                 "threads, device",
             )
         if not linear:
-            return skipped(name, "no linear layer has finite states", "see the finding `finite`").findings[0]
+            return skip_answer(
+                name, "no linear layer has finite states", "see the finding `finite`"
+            ).findings[0]
         same = [i for i, size in linear.items() if size == 0]
         if same:
             return Finding(
@@ -149,7 +161,7 @@ def layer_table(
         )
     return Table(
         name=f"layers.{dtype}",
-        title=f"{evidence.other} against torch, {DTYPES[dtype]}, per layer",
+        title=f"{evidence.other} against torch, {CAPTURE_DTYPES[dtype]}, per layer",
         columns=(
             Column(key="layer", title="layer", kind="int"),
             Column(key="type", title="type"),
@@ -177,7 +189,7 @@ def depth_table(dtype: str, summary: Table) -> Table:
     )
     return Table(
         name=f"depth.{dtype}",
-        title=f"Error over depth, {DTYPES[dtype]}",
+        title=f"Error over depth, {CAPTURE_DTYPES[dtype]}",
         detail=True,
         rows=rows,
         columns=(

@@ -6,29 +6,29 @@ Test: bit equality of every state in float32; the rounding is measured. Cost: th
 Faults: `loader`, `rounded-parameters`.
 """
 
-from parity.probes.base import Answer, Evidence, compare_pair, evidence_of
+from parity.probes.base import Evidence, ProbeAnswer, compare_pair, evidence_of
 from parity.reports.record import Finding
 
-LOADERS = {
+LOADER_CAPTURES = {
     "loading.AutoModel": "AutoModel",
     "loading.wrapper": "a vision-language wrapper of the same text weights",
     "loading.wrapped-text": "the text model read out of that wrapper",
 }
 
 
-class Loading:
+class LoadingProbe:
     """Compares each further way of loading with the declared one, and measures what plain loading rounds."""
 
     name = "loading"
 
-    def run(self, evidence: Evidence) -> Answer:
+    def run(self, evidence: Evidence) -> ProbeAnswer:
         """A finding for each way of loading, one for the weights, one for the rounding."""
         findings = [
             self._weights(evidence),
-            *(self._loader(evidence, name) for name in LOADERS),
-            *self._rounded(evidence),
+            *(self._loader(evidence, name) for name in LOADER_CAPTURES),
+            *self._rounded_findings(evidence),
         ]
-        return Answer(findings=tuple(findings))
+        return ProbeAnswer(findings=tuple(findings))
 
     def _weights(self, evidence: Evidence) -> Finding:
         unchecked = str(evidence.target["unchecked"])
@@ -68,7 +68,8 @@ class Loading:
                 name=name,
                 outcome="pass",
                 evidence=evidence_of(taps=len(taps), tokens=comparison.tokens),
-                sentence=f"{LOADERS[name]} gives the same states as {loader}, bit for bit, at all {len(taps)} taps",
+                sentence=f"{LOADER_CAPTURES[name]} gives the same states as {loader}, bit for bit, at all "
+                f"{len(taps)} taps",
             )
         if not differing and any(any(tap.nonfinite) for tap in comparison.taps):
             return Finding(
@@ -82,7 +83,7 @@ class Loading:
             name=name,
             outcome="fail" if comparison.outcome != "pass" else "warn",
             fault="loader",
-            sentence=f"{LOADERS[name]} gives other states than {loader}, first at {first}",
+            sentence=f"{LOADER_CAPTURES[name]} gives other states than {loader}, first at {first}",
             evidence=evidence_of(
                 taps_that_differ=len(differing),
                 largest_relative_error=max(tap.error_max for tap in comparison.taps),
@@ -90,7 +91,7 @@ class Loading:
             next_step=f"load the target with {loader} everywhere, or find out which parameters differ",
         )
 
-    def _rounded(self, evidence: Evidence) -> list[Finding]:
+    def _rounded_findings(self, evidence: Evidence) -> list[Finding]:
         kept = evidence.target["kept_float32"]
         why = evidence.why_not("loading.rounded", "torch.fp32")
         if not kept or why:

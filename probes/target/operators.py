@@ -12,9 +12,9 @@ import numpy as np
 
 from parity.comparison.tolerance import eps_of
 from parity.kernel.sums import pair_stats
-from parity.model.target.backends import Call
+from parity.model.target.backends import OperatorCall
 from parity.model.target.operator_replay import load_calls
-from parity.probes.base import Answer, Evidence, evidence_of, skipped, token_errors
+from parity.probes.base import Evidence, ProbeAnswer, evidence_of, skip_answer, token_errors
 from parity.reports.record import Column, Finding, Table, Value
 
 # Relative L2 of one operator's output against fp64, in eps of its dtype. Measured on the embedded target,
@@ -23,15 +23,15 @@ from parity.reports.record import Column, Finding, Table, Value
 LIMIT = {"float32": 32.0, "bfloat16": 4.0}
 
 
-class Operators:
+class OperatorsProbe:
     """Holds each recorded call of both backends against the fp64 recurrence."""
 
     name = "operators"
 
-    def run(self, evidence: Evidence) -> Answer:
+    def run(self, evidence: Evidence) -> ProbeAnswer:
         """A finding for each operator, dtype and backend; a table of all layers."""
         if not evidence.linear:
-            return skipped(
+            return skip_answer(
                 "operators", "no linear-attention layer in this model", "nothing; there is no such operator"
             )
         findings: list[Finding] = []
@@ -39,7 +39,7 @@ class Operators:
         for dtype in ("fp32", "bf16"):
             if f"torch.{dtype}" not in evidence.operators or f"golden.{dtype}" not in evidence.operators:
                 why = evidence.absent.get(f"torch.{dtype}", "no calls were recorded")
-                findings += skipped(
+                findings += skip_answer(
                     f"operators.{dtype}", why, "capture with operator calls recorded"
                 ).findings
                 continue
@@ -49,7 +49,7 @@ class Operators:
                 if source not in evidence.operators:
                     why = evidence.absent.get(source, "no calls were recorded")
                     step = "run where that backend is available"
-                    findings += skipped(f"operators.{dtype}.{evidence.other}", why, step).findings
+                    findings += skip_answer(f"operators.{dtype}.{evidence.other}", why, step).findings
                     continue
                 errors, foreign = _errors(_by_place(evidence, source), golden)
                 backend = "torch" if name == "torch" else evidence.other
@@ -58,7 +58,7 @@ class Operators:
                     (dtype, layer, operator, backend, error, limit)
                     for (layer, operator), (error, limit) in errors.items()
                 ]
-        return Answer(findings=tuple(findings), tables=(self._table(rows),))
+        return ProbeAnswer(findings=tuple(findings), tables=(self._table(rows),))
 
     def _finding(
         self, dtype: str, backend: str, errors: Mapping[tuple[int, str], tuple[float, float]], foreign: int
@@ -119,13 +119,13 @@ class Operators:
         )
 
 
-def _by_place(evidence: Evidence, name: str) -> dict[tuple[int, str, str], Call]:
+def _by_place(evidence: Evidence, name: str) -> dict[tuple[int, str, str], OperatorCall]:
     """Calls by layer, operator and digest of the inputs."""
     return {(call.layer, call.operator, call.digest()): call for call in load_calls(evidence.operators[name])}
 
 
 def _errors(
-    calls: Mapping[tuple[int, str, str], Call], golden: Mapping[tuple[int, str, str], Call]
+    calls: Mapping[tuple[int, str, str], OperatorCall], golden: Mapping[tuple[int, str, str], OperatorCall]
 ) -> tuple[dict[tuple[int, str], tuple[float, float]], int]:
     """(worst error and its limit by layer and operator, how many calls had inputs that golden does not know)."""
     errors: dict[tuple[int, str], tuple[float, float]] = {}

@@ -6,16 +6,16 @@ STATE). Test: semantic gate in float32 between the ways of computing, on one bac
 of the request. Faults: `serving-mode`.
 """
 
-from parity.probes.base import Answer, Evidence, compare_pair
+from parity.probes.base import Evidence, ProbeAnswer, compare_pair
 from parity.reports.record import Finding, Table
 
 
-class Serving:
+class ServingProbe:
     """Compares decode and block verification with prefill."""
 
     name = "serving"
 
-    def run(self, evidence: Evidence) -> Answer:
+    def run(self, evidence: Evidence) -> ProbeAnswer:
         """A finding for each way of computing."""
         findings: list[Finding] = []
         tables: list[Table] = []
@@ -42,7 +42,7 @@ class Serving:
             ]
             kept = (".layers", ".worst", ".kinds", ".repaired")
             tables += [table for table in pair.tables if table.name.endswith(kept)]
-        return Answer(findings=tuple(findings), tables=tuple(tables))
+        return ProbeAnswer(findings=tuple(findings), tables=tuple(tables))
 
     def _finding(self, name: str, words: str, findings: tuple[Finding, ...]) -> Finding:
         told = [f for f in findings if not f.name.endswith(".diagnosis")]  # which is a finding of its own

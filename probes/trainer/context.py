@@ -28,56 +28,64 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parity.probes.base import Answer
-from parity.probes.instruments.drafter.hypotheses import Difference, Lens, Match, awake, layer_differences
-from parity.probes.instruments.drafter.receptive_field import Look, exchange, filling_rows, other_rows
-from parity.probes.instruments.drafter.reference import Reading, changed, reach
-from parity.probes.subject import Fault, Subject, Text, answer
+from parity.probes.base import ProbeAnswer
+from parity.probes.instruments.drafter.hypotheses import (
+    HypothesisChange,
+    HypothesisFit,
+    VisibleStep,
+    layer_differences,
+    rescale_zero_projections,
+)
+from parity.probes.instruments.drafter.receptive_field import ProbeBatch, exchange, filling_rows, other_rows
+from parity.probes.instruments.drafter.reference import DrafterHypothesis, override_parameters, reach
+from parity.probes.subject import ExaminedAdapter, FoundDeviation, SyntheticDocument, make_probe_answer
 from parity.reports.record import Finding, Value
 
-ANCHORS = 6
+PROBED_ANCHORS = 6
 """Blocks that are asked: two a document of the shared row."""
-LONGEST = 4096
+LONGEST_WINDOW = 4096
 """Tokens of the longest row that is made to see a window's edge."""
 WINDOWS = ("window-size", "window-from", "window-ignored", "window-undeclared")
-STEPS = 64
+WIDENING_STEPS = 64
 """How far from the declared one a window is looked for where only the whole stack's reach is seen."""
 
 
-class Context:
+class ContextProbe:
     """Reachability, then the comparison."""
 
     name = "context"
 
-    def run(self, subject: Subject) -> Answer:
+    def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a fault."""
-        with changed(subject.parameters, awake(subject.parameters)):
+        with override_parameters(subject.parameters, rescale_zero_projections(subject.parameters)):
             return self._run(subject)
 
-    def _run(self, subject: Subject) -> Answer:
+    def _run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         configured = subject.adapter.configured
-        reading = Reading.declared(subject.recipe, configured)
-        looks = [Look(subject, subject.batch, subject.anchors(subject.batch, ANCHORS))]
+        reading = DrafterHypothesis.from_recipe(subject.recipe, configured)
+        looks = [ProbeBatch(subject, subject.batch, subject.anchors(subject.batch, PROBED_ANCHORS))]
         notes: list[str] = []
         if subject.recipe.attention.window is not None:
             longer = window_row(subject, subject.recipe.attention.window)
-            looks += [longer] if isinstance(longer, Look) else []
+            looks += [longer] if isinstance(longer, ProbeBatch) else []
             notes += [longer] if isinstance(longer, str) else []
-        seen = [Seen.of(look, reading) for look in looks]
+        seen = [BlockInfluence.of(look, reading) for look in looks]
         leaks, tokens = _once([fault for each in seen for fault in each.leaks()]), _tokens(looks[0])
-        faults = _ordered(leaks, tokens)
+        faults = _order_leaks(leaks, tokens)
         row, filled = _mask_row(
             looks[0], reading.mask_token_id, any(each.name == "block-tokens" for each in tokens)
         )
         faults += row
-        lens = Lens.of(looks, replace(reading, mask_token_id=filled, until=max(each.edge for each in seen)))
+        lens = VisibleStep.of(
+            looks, replace(reading, mask_token_id=filled, until=max(each.edge for each in seen))
+        )
         match = lens if isinstance(lens, str) else lens.match(rope_known=configured is not None)
         if isinstance(match, str):
             notes.append(match)
         named = [each.windows() for each in seen]
-        faults += _reconciled(faults, match, [fault for each in named for fault in each])
-        sentence, facts = _told(subject, seen, match, filled, notes)
-        made = answer(self.name, sentence, _once(faults), facts=facts)
+        faults += _merge_faults(faults, match, [fault for each in named for fault in each])
+        sentence, facts = _describe_context(subject, seen, match, filled, notes)
+        made = make_probe_answer(self.name, sentence, _once(faults), facts=facts)
         if not isinstance(match, str):
             return made
         unread = Finding(
@@ -89,25 +97,25 @@ class Context:
         return replace(made, findings=(*made.findings, unread))
 
 
-def window_row(subject: Subject, window: int) -> Look | str:
+def window_row(subject: ExaminedAdapter, window: int) -> ProbeBatch | str:
     """One document in which two blocks stand further from its beginning than the window reaches, or why not."""
     length = window + 4 * subject.block
-    if length > LONGEST:
-        return f"its edge was not tested, since a window of {window} needs a row longer than {LONGEST} tokens"
-    batch = subject.row([Text(length=length)], seed=1)
+    if length > LONGEST_WINDOW:
+        return f"its edge was not tested, since a window of {window} needs a row longer than {LONGEST_WINDOW} tokens"
+    batch = subject.row([SyntheticDocument(length=length)], seed=1)
     possible = subject.candidates(batch).nonzero().squeeze(-1)
     fits = possible[possible > window + 1]
     if not len(fits):
         return f"its edge was not tested, since no anchor stands behind token {window + 1}"
-    return Look(subject, batch, torch.tensor(sorted({int(fits[0]), int(fits[-1])})))
+    return ProbeBatch(subject, batch, torch.tensor(sorted({int(fits[0]), int(fits[-1])})))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Seen:
+class BlockInfluence:
     """What moves the blocks of one row, and what should."""
 
-    look: Look
-    reading: Reading
+    look: ProbeBatch
+    reading: DrafterHypothesis
     strength: Tensor
     """[A, S] gradients."""
     wanted: Tensor
@@ -118,7 +126,7 @@ class Seen:
     """bool [asked, S] what moves each of its slots that is asked."""
 
     @classmethod
-    def of(cls, look: Look, reading: Reading) -> "Seen":
+    def of(cls, look: ProbeBatch, reading: DrafterHypothesis) -> "BlockInfluence":
         """By one backward a block, and one a slot of the chosen block."""
         chosen = int(look.batch.position[look.anchors].argmax())
         return cls(
@@ -150,13 +158,13 @@ class Seen:
         ends = {int(each.sum()) for each in past}
         return ends.pop() if len(ends) == 1 else 0
 
-    def leaks(self) -> list[Fault]:
+    def leaks(self) -> list[FoundDeviation]:
         """States that move a block and must not."""
         document, ahead, extra = self.look.row.document[None], self.ahead, self.strength > 0
         real = int((document >= 0).sum())
         if bool(extra[(document >= 0).expand_as(extra)].all()) and len(document.unique()) > 1:
             words = f"each of {len(extra)} blocks is moved by all {real} states of the row"
-            return [Fault(name="mask-ignored", measured=words, evidence=(("states", real),))]
+            return [FoundDeviation(name="mask-ignored", measured=words, evidence=(("states", real),))]
         kinds = {
             "context-padding": extra & (document < 0),
             "context-documents": extra & (document >= 0) & ~self.own,
@@ -175,16 +183,16 @@ class Seen:
                     f" strongest gradient; the block at token {int(self.look.anchors[block])} is moved by token {token}"
                 )
                 evidence: tuple[tuple[str, Value], ...] = (("states", int(where.sum())), ("strength", share))
-                faults.append(Fault(name=name, measured=words, evidence=evidence))
+                faults.append(FoundDeviation(name=name, measured=words, evidence=evidence))
         return faults
 
-    def windows(self) -> list[Fault]:
+    def windows(self) -> list[FoundDeviation]:
         """States before the anchor that a slot of the chosen block sees or misses against the recipe."""
         before = self.own[self.chosen] & (self.ahead[self.chosen] < 0)
-        found, wanted = self.slots & before, self.wanted[self.chosen, self.look.asked] & before
+        found, wanted = self.slots & before, self.wanted[self.chosen, self.look.probed_slots] & before
         missing = wanted & ~found
         if bool(missing.any()):
-            again = Look(self.look.subject, self.look.batch, self.look.anchors, states=6)
+            again = ProbeBatch(self.look.subject, self.look.batch, self.look.anchors, states=6)
             found = found | (again.slots(self.chosen) & before)
         if torch.equal(found, wanted):
             return self._missing_elsewhere()
@@ -195,42 +203,48 @@ class Seen:
         inside = self.own & (self.ahead < 0)
         for difference, reading in _other_windows(self.reading):
             other = reach(reading, self.look.row)
-            same = torch.equal(other[self.chosen, self.look.asked] & before, found)
+            same = torch.equal(other[self.chosen, self.look.probed_slots] & before, found)
             if same and torch.equal(other.any(1) & inside, (self.strength > 0) & inside):
                 return [
-                    Fault(name=difference.name, measured=f"{difference.words}; {words}", evidence=evidence)
+                    FoundDeviation(
+                        name=difference.name, measured=f"{difference.words}; {words}", evidence=evidence
+                    )
                 ]
         name = "context-missing" if less else "window-ignored"
-        return [Fault(name=name, measured=words, evidence=evidence)]
+        return [FoundDeviation(name=name, measured=words, evidence=evidence)]
 
-    def _missing_elsewhere(self) -> list[Fault]:
+    def _missing_elsewhere(self) -> list[FoundDeviation]:
         """States that another block should see, all slots together, and does not."""
         missing = self.wanted.any(1) & (self.strength == 0)
         if bool(missing.any()):
-            missing &= Look(self.look.subject, self.look.batch, self.look.anchors, states=6).strengths() == 0
+            missing &= (
+                ProbeBatch(self.look.subject, self.look.batch, self.look.anchors, states=6).strengths() == 0
+            )
         if not bool(missing.any()):
             return []
         block, token = missing.nonzero()[0].tolist()
         at = int(self.look.anchors[block])
         words = f"{int(missing.sum())} states, the first at token {token} for the block at token {at}"
-        return [Fault(name="context-missing", measured=words, evidence=(("states", int(missing.sum())),))]
+        return [
+            FoundDeviation(name="context-missing", measured=words, evidence=(("states", int(missing.sum())),))
+        ]
 
 
-def _other_windows(reading: Reading) -> list[tuple[Difference, Reading]]:
+def _other_windows(reading: DrafterHypothesis) -> list[tuple[HypothesisChange, DrafterHypothesis]]:
     """The declared layers with another window in all sliding ones, none, or one in all full ones."""
     others = []
     windows = {view.window for view in reading.layers if view.window is not None}
     for origin in ("query", "anchor"):
         others.append([replace(view, window_from=origin) for view in reading.layers])
     for window in windows:
-        for step in (step for size in range(1, STEPS) for step in (size, -size)):
+        for step in (step for size in range(1, WIDENING_STEPS) for step in (size, -size)):
             if window + step > 0:
                 others.append(
                     [replace(v, window=window + step if v.window else None) for v in reading.layers]
                 )
         others.append([replace(view, window=None) for view in reading.layers])
     if not windows:
-        others += [[replace(v, window=window) for v in reading.layers] for window in range(1, STEPS)]
+        others += [[replace(v, window=window) for v in reading.layers] for window in range(1, WIDENING_STEPS)]
     made = (replace(reading, layers=tuple(layers)) for layers in others)
     return [(found[0], each) for each in made if (found := layer_differences(reading, each))]
 
@@ -238,36 +252,36 @@ def _other_windows(reading: Reading) -> list[tuple[Difference, Reading]]:
 # --- tokens -------------------------------------------------------------------------------------------
 
 
-def _tokens(look: Look) -> list[Fault]:
+def _tokens(look: ProbeBatch) -> list[FoundDeviation]:
     """Which tokens' embeddings move a block: its own anchor's, and no other."""
     vocabulary, mask = look.subject.adapter.vocabulary, look.subject.recipe.block.mask_token_id
-    made, faults = exchange(look, vocabulary, mask), list[Fault]()
+    made, faults = exchange(look, vocabulary, mask), list[FoundDeviation]()
     if bool(made.still[:, 0].any()):  # then what fills slot 0 is some other token
         still = int(made.still[:, 0].sum())
         words = f"slot 0 of {still} of {len(made.still)} blocks does not move when its anchor's token is exchanged"
-        faults.append(Fault(name="block-anchor", measured=words, evidence=(("blocks", still),)))
+        faults.append(FoundDeviation(name="block-anchor", measured=words, evidence=(("blocks", still),)))
     if made.other is not None:
         size, block, anchor = made.other
         words = (
             f"the block at token {block} moves by {size:.3g} when the token at anchor {anchor} is exchanged"
         )
-        faults.append(Fault(name="block-other", measured=words, evidence=(("change", size),)))
+        faults.append(FoundDeviation(name="block-other", measured=words, evidence=(("change", size),)))
     most = float(made.text.max())
     if most > 0:
         slots = [slot for slot in range(look.subject.block) if float(made.text[:, slot].max()) > 0]
         words = f"slots {slots} move by up to {most:.3g} when all tokens but the anchors' are exchanged"
-        faults.append(Fault(name="block-tokens", measured=words, evidence=(("change", most),)))
+        faults.append(FoundDeviation(name="block-tokens", measured=words, evidence=(("change", most),)))
     return faults
 
 
-def _mask_row(look: Look, declared: int, text: bool) -> tuple[list[Fault], int]:
+def _mask_row(look: ProbeBatch, declared: int, text: bool) -> tuple[list[FoundDeviation], int]:
     """Which row of the embedding fills the slots, by changing rows; the declared one where none can be changed. text:
     whether other tokens of the row enter the blocks, whose rows then move them too."""
     table = look.subject.parameters.get("embed_tokens.weight")
     if table is None or declared >= len(table):
         return [], declared
     with other_rows(table, torch.tensor([declared])):
-        own = float(look.moved()[:, 1:].max())
+        own = float(look.changed_blocks()[:, 1:].max())
     ids = torch.arange(len(table))
     known = torch.cat(
         (look.batch.tokens if text else look.batch.tokens[look.anchors], torch.tensor([declared]))
@@ -275,20 +289,24 @@ def _mask_row(look: Look, declared: int, text: bool) -> tuple[list[Fault], int]:
     rest = ids[~torch.isin(ids, known)]
     if own > 0:
         with other_rows(table, rest):
-            more = float(look.moved().max())
+            more = float(look.changed_blocks().max())
         if more == 0:
             return [], declared
-    rows = filling_rows(lambda: bool((look.moved()[:, 1:] > 0).any()), table, rest).tolist()
+    rows = filling_rows(lambda: bool((look.changed_blocks()[:, 1:] > 0).any()), table, rest).tolist()
     if not rows:  # rows that are not the step's own, or slots that no row fills
         return [], declared
     words = f"rows {rows[:4]} of the embedding move the slots, token {declared} {'too' if own > 0 else 'does not'}"
-    return [Fault(name="mask-token", measured=words, evidence=(("token", int(rows[0])),))], int(rows[0])
+    return [FoundDeviation(name="mask-token", measured=words, evidence=(("token", int(rows[0])),))], int(
+        rows[0]
+    )
 
 
 # --- telling ------------------------------------------------------------------------------------------
 
 
-def _reconciled(faults: Sequence[Fault], match: Match | str, windows: Sequence[Fault]) -> list[Fault]:
+def _merge_faults(
+    faults: Sequence[FoundDeviation], match: HypothesisFit | str, windows: Sequence[FoundDeviation]
+) -> list[FoundDeviation]:
     """Faults of the comparison, and of the reach where the comparison does not name the same better."""
     if isinstance(match, str) or match.agrees:
         return list(windows)
@@ -296,17 +314,17 @@ def _reconciled(faults: Sequence[Fault], match: Match | str, windows: Sequence[F
     numbers = f"hidden states are {match.declared:.3g} from the declared ones (limit {match.limit:.2g})"
     if match.reading is not None:
         named = [
-            Fault(name=each.name, measured=f"{each.words}; {numbers}", evidence=evidence)
+            FoundDeviation(name=each.name, measured=f"{each.words}; {numbers}", evidence=evidence)
             for each in match.differences
         ]
         return named + [fault for fault in windows if fault.name not in WINDOWS]
     if faults or windows:  # what moves the block already says why it is another function
         return list(windows)
     words = f"{numbers}; the nearest reading, {match.nearest[0]}, is {match.nearest[1]:.3g} away"
-    return [Fault(name="drafter-not-recognised", measured=words, evidence=evidence)]
+    return [FoundDeviation(name="drafter-not-recognised", measured=words, evidence=evidence)]
 
 
-def _ordered(leaks: Sequence[Fault], tokens: Sequence[Fault]) -> list[Fault]:
+def _order_leaks(leaks: Sequence[FoundDeviation], tokens: Sequence[FoundDeviation]) -> list[FoundDeviation]:
     """A block that sees another block sees what that one may see: then this is told first, and of the rest only what
     no other block explains. A state behind the anchor is told, and not its own beside it."""
     if leaks and leaks[0].name == "mask-ignored":
@@ -318,13 +336,17 @@ def _ordered(leaks: Sequence[Fault], tokens: Sequence[Fault]) -> list[Fault]:
     return [*kept, *tokens]
 
 
-def _once(faults: Sequence[Fault]) -> list[Fault]:
+def _once(faults: Sequence[FoundDeviation]) -> list[FoundDeviation]:
     """Each name once, the first."""
     return list({fault.name: fault for fault in reversed(faults)}.values())[::-1]
 
 
-def _told(
-    subject: Subject, seen: Sequence[Seen], match: Match | str, filled: int, notes: Sequence[str]
+def _describe_context(
+    subject: ExaminedAdapter,
+    seen: Sequence[BlockInfluence],
+    match: HypothesisFit | str,
+    filled: int,
+    notes: Sequence[str],
 ) -> tuple[str, dict[str, Value]]:
     """The sentence and its facts."""
     right = sum(int((each.wanted.any(1) & (each.strength > 0)).sum()) for each in seen)
@@ -340,7 +362,7 @@ def _told(
         f"blocks are moved by {right} of {wanted} states strictly before their anchor in its document"
         f"{' and window' if subject.recipe.attention.window else ''}, and by {wrong} others"
     )
-    if isinstance(match, Match):
+    if isinstance(match, HypothesisFit):
         read = match.reading
         facts |= {"context.distance": match.declared, "context.precision": match.precision}
         if read is not None:

@@ -24,16 +24,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import AnchorConfig, Coverage, is_candidate
+from parity.model.dflash.anchors import AnchorConfig, AnchorCoverage, is_candidate
 from parity.model.dflash.mask import PADDING
 from parity.model.training.data import Batch
-from parity.probes.base import Answer
-from parity.probes.subject import Fault, Subject, Text, answer
+from parity.probes.base import ProbeAnswer
+from parity.probes.subject import ExaminedAdapter, FoundDeviation, SyntheticDocument, make_probe_answer
 from parity.reports.record import Chart, Column, Table, Value
 
 EPOCHS = 8
-SEED = 17
-LONGEST = 4096
+DRAW_SEED = 17
+LONGEST_ROW = 4096
 """Tokens of the row at most."""
 STARVED = 0.75
 """Of the declared number of anchors."""
@@ -44,7 +44,7 @@ FEW = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Draws:
+class AnchorDraws:
     """What was drawn for the row."""
 
     batch: Batch
@@ -69,20 +69,20 @@ class CoverageProbe:
 
     name = "coverage"
 
-    def run(self, subject: Subject) -> Answer:
+    def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a deviation, with the table of documents."""
         texts = _texts(subject)
         draws = _draws(subject, subject.row(texts, padding=subject.block))
-        again = _drawn(subject, draws.batch, 0)
-        moved = _moved(subject, texts, draws)
-        expected = _expected(subject, draws)
+        again = _draw_anchors(subject, draws.batch, 0)
+        moved = _depends_on_order(subject, texts, draws)
+        expected = _expected_anchors(subject, draws)
         of_row = _row_budget(subject, texts, draws, expected)
         faults = [
             *_place_faults(draws),
             *_repeat_faults(draws, again),
             *_number_faults(subject, draws, expected, of_row),
         ]
-        share = sum(draws.reached.tolist()) / max(1, int(_supervised(draws.batch).sum()))
+        share = sum(draws.reached.tolist()) / max(1, int(_supervised_tokens(draws.batch).sum()))
         least = min(draws.shares.values(), default=0.0)
         sentence = (
             f"{share:.1%} of supervised tokens are anchored within {EPOCHS} epochs, "
@@ -101,39 +101,48 @@ class CoverageProbe:
             "coverage.budget": "row" if of_row else "document",
             "coverage.depends_on_row": moved,
         }
-        return answer(self.name, sentence, faults, facts=facts, tables=[_table(draws, expected)])
+        return make_probe_answer(self.name, sentence, faults, facts=facts, tables=[_table(draws, expected)])
 
 
-def _texts(subject: Subject) -> list[Text]:
+def _texts(subject: ExaminedAdapter) -> list[SyntheticDocument]:
     """Documents of which several have more candidates than the budget, and some are shorter than a block."""
     size, block = subject.block, subject.recipe.block
     begins = size if block.documents == "prompt_masked" else 0
-    long = min(LONGEST // 8, max(4 * size, 2 * block.anchors))
-    texts = [Text(length=long + 2, prompt=2), Text(length=3 * size + begins, prompt=begins)]
-    texts += [Text(length=long // 2 + size, prompt=size), Text(length=long + begins, prompt=begins)]
-    texts += [
-        Text(length=max(4, size // 2) + begins, prompt=begins),
-        Text(length=4 * size, prompt=size, holes=(2 * size,)),
+    long = min(LONGEST_ROW // 8, max(4 * size, 2 * block.anchors))
+    texts = [
+        SyntheticDocument(length=long + 2, prompt=2),
+        SyntheticDocument(length=3 * size + begins, prompt=begins),
     ]
-    texts += [Text(length=long // 2 + 3 + begins, prompt=3 + begins), Text(length=4 * size, prompt=size)]
+    texts += [
+        SyntheticDocument(length=long // 2 + size, prompt=size),
+        SyntheticDocument(length=long + begins, prompt=begins),
+    ]
+    texts += [
+        SyntheticDocument(length=max(4, size // 2) + begins, prompt=begins),
+        SyntheticDocument(length=4 * size, prompt=size, holes=(2 * size,)),
+    ]
+    texts += [
+        SyntheticDocument(length=long // 2 + 3 + begins, prompt=3 + begins),
+        SyntheticDocument(length=4 * size, prompt=size),
+    ]
     return texts
 
 
-def _drawn(subject: Subject, batch: Batch, epoch: int) -> Tensor:
+def _draw_anchors(subject: ExaminedAdapter, batch: Batch, epoch: int) -> Tensor:
     """[A] on the CPU."""
-    with subject.unmoved("draw"):
-        return subject.adapter.draw(batch, seed=SEED, epoch=epoch).cpu()
+    with subject.guard_adapter_call("draw"):
+        return subject.adapter.draw(batch, seed=DRAW_SEED, epoch=epoch).cpu()
 
 
-def _supervised(batch: Batch) -> Tensor:
+def _supervised_tokens(batch: Batch) -> Tensor:
     """bool [S]."""
     return batch.loss_mask.bool() & (batch.document != PADDING)
 
 
-def _draws(subject: Subject, batch: Batch) -> Draws:
-    epochs = [_drawn(subject, batch, epoch) for epoch in range(EPOCHS)]
+def _draws(subject: ExaminedAdapter, batch: Batch) -> AnchorDraws:
+    epochs = [_draw_anchors(subject, batch, epoch) for epoch in range(EPOCHS)]
     documents = len(batch.sample_ids)
-    covered, counts = Coverage(), torch.zeros(EPOCHS, documents, dtype=torch.long)
+    covered, counts = AnchorCoverage(), torch.zeros(EPOCHS, documents, dtype=torch.long)
     union = torch.zeros(len(batch.tokens), dtype=torch.bool)
     for epoch, anchors in enumerate(epochs):
         inside = anchors[(anchors >= 0) & (anchors < len(batch.tokens))]
@@ -141,11 +150,11 @@ def _draws(subject: Subject, batch: Batch) -> Draws:
         counts[epoch] = torch.bincount(owners[owners >= 0], minlength=documents)
         covered.update(batch.loss_mask, batch.document, range(documents), inside)
         union[inside] = True
-    union &= _supervised(batch)
+    union &= _supervised_tokens(batch)
     reached = torch.bincount(batch.document[union], minlength=documents)
     config = AnchorConfig(partial=subject.recipe.block.partial)
     possible = is_candidate(batch.loss_mask, batch.document, subject.block, config)
-    return Draws(
+    return AnchorDraws(
         batch=batch,
         epochs=epochs,
         possible=possible,
@@ -155,7 +164,7 @@ def _draws(subject: Subject, batch: Batch) -> Draws:
     )
 
 
-def _expected(subject: Subject, draws: Draws) -> list[int]:
+def _expected_anchors(subject: ExaminedAdapter, draws: AnchorDraws) -> list[int]:
     """Anchors of every document in one epoch, by the recipe."""
     block = subject.recipe.block
     return [
@@ -164,7 +173,9 @@ def _expected(subject: Subject, draws: Draws) -> list[int]:
     ]
 
 
-def _row_budget(subject: Subject, texts: list[Text], draws: Draws, expected: list[int]) -> int:
+def _row_budget(
+    subject: ExaminedAdapter, texts: list[SyntheticDocument], draws: AnchorDraws, expected: list[int]
+) -> int:
     """Anchors that a whole row gets where its documents have no budget of their own, else 0.
 
     Either the declared number in all; or any number that is the same in every epoch, and in a row of half as many
@@ -181,15 +192,15 @@ def _row_budget(subject: Subject, texts: list[Text], draws: Draws, expected: lis
     half = subject.row(texts[: len(texts) // 2], padding=subject.block)
     config = AnchorConfig(partial=subject.recipe.block.partial)
     possible = is_candidate(half.loss_mask, half.document, subject.block, config)
-    same = len(_drawn(subject, half, 0)) == total or int(possible.sum()) <= total
+    same = len(_draw_anchors(subject, half, 0)) == total or int(possible.sum()) <= total
     return total if same else 0
 
 
-def _moved(subject: Subject, texts: list[Text], draws: Draws) -> bool:
+def _depends_on_order(subject: ExaminedAdapter, texts: list[SyntheticDocument], draws: AnchorDraws) -> bool:
     """Whether any document draws other anchors where the row's documents stand in the reverse order."""
     batch = subject.row(texts[::-1], padding=subject.block)
     batch = replace(batch, sample_ids=batch.sample_ids[::-1])
-    first, second = (_relative(each, _drawn(subject, each, 0)) for each in (draws.batch, batch))
+    first, second = (_relative(each, _draw_anchors(subject, each, 0)) for each in (draws.batch, batch))
     return first != second
 
 
@@ -205,7 +216,7 @@ def _relative(batch: Batch, anchors: Tensor) -> dict[int, list[int]]:
 # --- what is wrong ----------------------------------------------------------------------------------------
 
 
-def _place_faults(draws: Draws) -> list[Fault]:
+def _place_faults(draws: AnchorDraws) -> list[FoundDeviation]:
     """Anchors where none may be."""
     batch = draws.batch
     every = torch.cat(draws.epochs)
@@ -220,30 +231,32 @@ def _place_faults(draws: Draws) -> list[Fault]:
     ):
         if count:
             words = f"{count} of {len(every)} anchors are {what}"
-            faults.append(Fault(name=name, measured=words, evidence=(("anchors", count),)))
+            faults.append(FoundDeviation(name=name, measured=words, evidence=(("anchors", count),)))
     return faults
 
 
-def _repeat_faults(draws: Draws, again: Tensor) -> list[Fault]:
+def _repeat_faults(draws: AnchorDraws, again: Tensor) -> list[FoundDeviation]:
     """Anchors twice in one draw, draws that do not repeat, draws that only repeat."""
     faults, first = [], draws.epochs[0]
     twice = sum(len(anchors) - len(anchors.unique()) for anchors in draws.epochs)
     if twice:
         words = f"{twice} anchors in {EPOCHS} epochs are drawn a second time"
-        faults.append(Fault(name="anchors-repeated", measured=words, evidence=(("anchors", twice),)))
+        faults.append(FoundDeviation(name="anchors-repeated", measured=words, evidence=(("anchors", twice),)))
     if not torch.equal(again.sort().values, first.sort().values):
         common = len(set(again.tolist()) & set(first.tolist()))
-        words = f"seed {SEED} twice gives draws that share {common} of {len(first)} anchors"
-        faults.append(Fault(name="anchors-unseeded", measured=words, evidence=(("shared", common),)))
+        words = f"seed {DRAW_SEED} twice gives draws that share {common} of {len(first)} anchors"
+        faults.append(FoundDeviation(name="anchors-unseeded", measured=words, evidence=(("shared", common),)))
     free = len(first) < int(draws.possible.sum())
     same = all(torch.equal(each.sort().values, first.sort().values) for each in draws.epochs)
     if free and same and len(first):
         words = f"{EPOCHS} epochs draw the same {len(first)} of {int(draws.possible.sum())} possible anchors"
-        faults.append(Fault(name="anchors-frozen", measured=words, evidence=(("epochs", EPOCHS),)))
+        faults.append(FoundDeviation(name="anchors-frozen", measured=words, evidence=(("epochs", EPOCHS),)))
     return faults
 
 
-def _number_faults(subject: Subject, draws: Draws, expected: list[int], of_row: int) -> list[Fault]:
+def _number_faults(
+    subject: ExaminedAdapter, draws: AnchorDraws, expected: list[int], of_row: int
+) -> list[FoundDeviation]:
     """Too few, too many, or unevenly spread."""
     faults, means = [], draws.counts.double().mean(0)
     over = [
@@ -260,13 +273,15 @@ def _number_faults(subject: Subject, draws: Draws, expected: list[int], of_row: 
         words = f"{len(starved)} of {len(expected)} documents; document {worst} gets {float(means[worst]):.1f} anchors"
         words += f" an epoch, declared {expected[worst]}"
         words += f" ({of_row} for the whole row, which its documents share)" if of_row else ""
-        faults.append(Fault(name="anchors-starved", measured=words, evidence=(("document", worst),)))
+        faults.append(FoundDeviation(name="anchors-starved", measured=words, evidence=(("document", worst),)))
     if over:
         words = (
             f"{len(over)} documents; document {over[0]} gets {float(means[over[0]]):.1f} anchors an epoch, "
         )
         words += f"declared {expected[over[0]]}"
-        faults.append(Fault(name="anchors-budget", measured=words, evidence=(("document", over[0]),)))
+        faults.append(
+            FoundDeviation(name="anchors-budget", measured=words, evidence=(("document", over[0]),))
+        )
     if any(fault.name == "anchors-frozen" for fault in _repeat_faults(draws, draws.epochs[0])):
         return faults
     uneven = []
@@ -279,11 +294,11 @@ def _number_faults(subject: Subject, draws: Draws, expected: list[int], of_row: 
         number, reached, even = uneven[0]
         words = f"{len(uneven)} documents; in document {number} {reached} tokens are ever anchored, "
         words += f"an even draw reaches {even:.0f}"
-        faults.append(Fault(name="anchors-uneven", measured=words, evidence=(("document", number),)))
+        faults.append(FoundDeviation(name="anchors-uneven", measured=words, evidence=(("document", number),)))
     return faults
 
 
-def _row_fault(draws: Draws, of_row: int, budget: int) -> Fault:
+def _row_fault(draws: AnchorDraws, of_row: int, budget: int) -> FoundDeviation:
     """A row's number that is no document's: told, and not judged by what each document was to get."""
     candidates = [draws.candidates(number) for number in range(draws.counts.shape[1])]
     longest = max(range(len(candidates)), key=candidates.__getitem__)
@@ -293,10 +308,10 @@ def _row_fault(draws: Draws, of_row: int, budget: int) -> Fault:
     )
     words += f"{low} to {high}; the recipe's {budget} are each document's, and it has no key for a row's"
     numbers = (("anchors of the row", of_row), ("declared of a document", budget))
-    return Fault(name="anchors-row-budget", measured=words, evidence=numbers, outcome="warn")
+    return FoundDeviation(name="anchors-row-budget", measured=words, evidence=numbers, outcome="warn")
 
 
-def _table(draws: Draws, expected: list[int]) -> Table:
+def _table(draws: AnchorDraws, expected: list[int]) -> Table:
     rows = []
     for number, want in enumerate(expected):
         mean = float(draws.counts[:, number].double().mean())

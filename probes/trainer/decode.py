@@ -30,25 +30,31 @@ import torch
 from torch import Tensor
 
 from parity.model.training.data import Batch
-from parity.probes.adapters.base import Missing
-from parity.probes.base import Answer
-from parity.probes.instruments.drafter.hypotheses import Lens
+from parity.probes.adapters.base import NotExposed
+from parity.probes.base import ProbeAnswer
+from parity.probes.instruments.drafter.hypotheses import VisibleStep
 from parity.probes.instruments.drafter.inference import (
     ALL,
-    Drafted,
+    DraftLogits,
+    explain_gap,
     factor_between,
     from_position,
     is_declared_gap,
     limit_of,
     logits_of,
-    named,
 )
-from parity.probes.instruments.drafter.receptive_field import Look, filling_rows
-from parity.probes.instruments.drafter.reference import Reading, changed
-from parity.probes.subject import Broken, Fault, Subject, Text, answer
+from parity.probes.instruments.drafter.receptive_field import ProbeBatch, filling_rows
+from parity.probes.instruments.drafter.reference import DrafterHypothesis, override_parameters
+from parity.probes.subject import (
+    AdapterError,
+    ExaminedAdapter,
+    FoundDeviation,
+    SyntheticDocument,
+    make_probe_answer,
+)
 from parity.reports.record import Value
 
-LONG = 512
+LONG_TEXT = 512
 """Tokens of the document in which positions are swept: a short cache or a wrong rope shows within it."""
 SWEEP = (0.02, 0.25, 0.5, 0.75, 0.98)
 PROMPTS, PROMPT, NEW = 2, 12, 16
@@ -68,21 +74,21 @@ NAMES = {
 """What a reader's difference is called here."""
 
 
-class Decode:
+class DecodeProbe:
     """Logits of training and of inference, then the loop."""
 
     name = "decode"
 
-    def run(self, subject: Subject) -> Answer:
+    def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a fault."""
-        faults: list[Fault] = []
+        faults: list[FoundDeviation] = []
         words: list[str] = []
         facts: dict[str, Value] = {}
-        missing: list[Missing] = []
+        missing: list[NotExposed] = []
         for part in (_drafts, _loop):
             try:
                 found, told, more = part(subject)
-            except Missing as error:
+            except NotExposed as error:
                 missing.append(error)
                 words.append(f"not tested: {error.args[0]}")
                 continue
@@ -91,65 +97,65 @@ class Decode:
             facts |= more
         if len(missing) == 2:
             raise missing[0]
-        return answer(self.name, "; ".join(words), faults, facts=facts)
+        return make_probe_answer(self.name, "; ".join(words), faults, facts=facts)
 
 
 # --- one block ----------------------------------------------------------------------------------------
 
 
-def _looks(subject: Subject) -> list[Look]:
+def _looks(subject: ExaminedAdapter) -> list[ProbeBatch]:
     """The shared row, and one long document."""
-    shared = Look(subject, subject.batch, subject.anchors(subject.batch, 6), training=False)
+    shared = ProbeBatch(subject, subject.batch, subject.anchors(subject.batch, 6), training=False)
     window = subject.recipe.attention.window or 0
-    length = max(LONG, window + 4 * subject.block) if window <= 8 * LONG else LONG
-    batch = subject.row([Text(length=length)], seed=2)
+    length = max(LONG_TEXT, window + 4 * subject.block) if window <= 8 * LONG_TEXT else LONG_TEXT
+    batch = subject.row([SyntheticDocument(length=length)], seed=2)
     possible = subject.candidates(batch).nonzero().squeeze(-1)
     if not len(possible):
         return [shared]
     wanted = torch.tensor(SWEEP) * (len(possible) - 1)
-    return [shared, Look(subject, batch, possible[wanted.round().long().unique()], training=False)]
+    return [shared, ProbeBatch(subject, batch, possible[wanted.round().long().unique()], training=False)]
 
 
-def _inference(look: Look) -> Tensor:
+def _inference(look: ProbeBatch) -> Tensor:
     """[A, B - 1, V] by the adapter's `draft`. Raises Missing, or Broken for another shape."""
     subject, states = look.subject, look.states.detach()
     rows = []
     for anchor in look.anchors.tolist():
-        with subject.unmoved("draft"), torch.no_grad():
+        with subject.guard_adapter_call("draft"), torch.no_grad():
             rows.append(subject.adapter.draft(look.batch, states, anchor).detach())
-    shape = (subject.block - 1, len(look.shown.head))
+    shape = (subject.block - 1, len(look.step_output.head))
     for row in rows:
         if tuple(row.shape) != shape:
-            raise Broken("draft", f"logits {list(shape)}", f"{list(row.shape)}")
+            raise AdapterError("draft", f"logits {list(shape)}", f"{list(row.shape)}")
     return torch.stack(rows)
 
 
-def _plain(look: Look) -> Drafted:
+def _plain(look: ProbeBatch) -> DraftLogits:
     """Both ways, with the parameters as they are."""
-    return Drafted(look=look, trained=logits_of(look, look.shown.hidden), drafted=_inference(look))
+    return DraftLogits(look=look, trained=logits_of(look, look.step_output.hidden), drafted=_inference(look))
 
 
-def _drafts(subject: Subject) -> tuple[list[Fault], str, dict[str, Value]]:
+def _drafts(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[str, Value]]:
     looks = _looks(subject)
-    reading = Reading.declared(subject.recipe, subject.adapter.configured)
-    lens = Lens.of(looks, reading, ALL)
+    reading = DrafterHypothesis.from_recipe(subject.recipe, subject.adapter.configured)
+    lens = VisibleStep.of(looks, reading, ALL)
     limit = limit_of(looks[0], lens)
-    plain, compared, values, note = [_plain(looks[0])], list[Drafted](), dict[str, Tensor](), ""
+    plain, compared, values, note = [_plain(looks[0])], list[DraftLogits](), dict[str, Tensor](), ""
     if not isinstance(lens, str) and lens.live:
         values = dict(lens.whole.values)
-        with changed(subject.parameters, values):
+        with override_parameters(subject.parameters, values):
             drafted = [_inference(look) for look in looks]
         if torch.equal(drafted[0], plain[0].drafted):
             values, note = {}, ", whose weights are a copy of the step's"
         else:
             compared = [
-                Drafted(look=look, trained=logits_of(look, hidden), drafted=made)
+                DraftLogits(look=look, trained=logits_of(look, hidden), drafted=made)
                 for look, hidden, made in zip(looks, lens.whole.found, drafted, strict=True)
             ]
     if not compared:
         plain += [_plain(look) for look in looks[1:]]
         compared = plain
-    worst = max(float(each.apart.max()) for each in (*plain, *compared))
+    worst = max(float(each.draft_distance.max()) for each in (*plain, *compared))
     anchors = sum(len(each.look.anchors) for each in compared)
     positions = torch.cat([each.look.batch.position[each.look.anchors] for each in compared])
     words = (
@@ -159,7 +165,7 @@ def _drafts(subject: Subject) -> tuple[list[Fault], str, dict[str, Value]]:
     facts: dict[str, Value] = {"decode.apart": worst, "decode.anchors": anchors}
     if worst <= limit:
         return [], words, facts
-    fault = _named(compared, lens, values, limit, worst)
+    fault = _name_hypothesis(compared, lens, values, limit, worst)
     if is_declared_gap(subject, fault.measured):
         return (
             [],
@@ -169,23 +175,29 @@ def _drafts(subject: Subject) -> tuple[list[Fault], str, dict[str, Value]]:
     return [fault], words.replace("gives", "does not give"), facts
 
 
-def _named(
-    compared: Sequence[Drafted], lens: Lens | str, values: Mapping[str, Tensor], limit: float, worst: float
-) -> Fault:
+def _name_hypothesis(
+    compared: Sequence[DraftLogits],
+    lens: VisibleStep | str,
+    values: Mapping[str, Tensor],
+    limit: float,
+    worst: float,
+) -> FoundDeviation:
     """The fault whose reading gives what inference drafts."""
-    off = sum(int((each.apart > limit).sum()) for each in compared)
-    count = sum(len(each.apart) for each in compared)
+    off = sum(int((each.draft_distance > limit).sum()) for each in compared)
+    count = sum(len(each.draft_distance) for each in compared)
     numbers = f"logits are up to {worst:.3g} of their deviation apart at {off} of {count} anchors (limit {limit:.2g})"
     evidence: tuple[tuple[str, Value], ...] = (("apart", worst), ("anchors", off), ("limit", limit))
 
-    def fault(name: str, words: str) -> Fault:
-        return Fault(name=name, measured=f"{words}{'; ' if words else ''}{numbers}", evidence=evidence)
+    def fault(name: str, words: str) -> FoundDeviation:
+        return FoundDeviation(
+            name=name, measured=f"{words}{'; ' if words else ''}{numbers}", evidence=evidence
+        )
 
     factor = factor_between(compared, limit)
     if factor is not None:
         return fault("decode-head", f"the logits are {factor:.4g} times the step's")
     if not isinstance(lens, str):
-        found = named(compared, lens, values, limit, lambda: _mask_row(compared[-1], lens.table))
+        found = explain_gap(compared, lens, values, limit, lambda: _mask_row(compared[-1], lens.table))
         if found is not None:
             return fault("decode-training" if found.training else NAMES[found.kind], found.words)
     late = from_position(compared, limit)
@@ -194,10 +206,10 @@ def _named(
     return fault("decode-not-recognised", "" if not isinstance(lens, str) else lens)
 
 
-def _mask_row(each: Drafted, table: Tensor) -> int | None:
+def _mask_row(each: DraftLogits, table: Tensor) -> int | None:
     """The embedding row that moves the drafted logits, beside the anchor's own."""
     look = each.look
-    one = Look(look.subject, look.batch, look.anchors[:1], training=look.training)
+    one = ProbeBatch(look.subject, look.batch, look.anchors[:1], training=look.training)
     before = _inference(one)
     ids = torch.arange(len(table))
     rest = ids[~torch.isin(ids, look.batch.tokens[one.anchors])]
@@ -208,15 +220,15 @@ def _mask_row(each: Drafted, table: Tensor) -> int | None:
 # --- the loop -----------------------------------------------------------------------------------------
 
 
-def _loop(subject: Subject) -> tuple[list[Fault], str, dict[str, Value]]:
+def _loop(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[str, Value]]:
     """Whether drafting and verifying writes the target's own text."""
     adapter, same, refused = subject.adapter, 0, 0
     generator = torch.Generator().manual_seed(4)
     for _ in range(PROMPTS):
         prompt = torch.randint(0, adapter.vocabulary, (PROMPT,), generator=generator).tolist()
-        with subject.unmoved("greedy"), torch.no_grad():
+        with subject.guard_adapter_call("greedy"), torch.no_grad():
             own = list(adapter.greedy(prompt, NEW))
-        with subject.unmoved("generate"), torch.no_grad():
+        with subject.guard_adapter_call("generate"), torch.no_grad():
             said, lengths = adapter.generate(prompt, NEW)
         said, lengths = list(said), list(lengths)
         refused += sum(length < subject.block for length in lengths[:-1])
@@ -241,7 +253,9 @@ def _loop(subject: Subject) -> tuple[list[Fault], str, dict[str, Value]]:
     return [], words, {"decode.loop.tokens": same, "decode.loop.rejections": refused}
 
 
-def _loop_fault(block: int, own: list[int], said: list[int], lengths: list[int], wrong: int) -> Fault:
+def _loop_fault(
+    block: int, own: list[int], said: list[int], lengths: list[int], wrong: int
+) -> FoundDeviation:
     """A text that is not the target's, by where it leaves it."""
     ends = [1 + sum(lengths[: n + 1]) for n in range(len(lengths))]
     cycle = next((n for n, end in enumerate(ends) if end > wrong), len(lengths))
@@ -249,10 +263,10 @@ def _loop_fault(block: int, own: list[int], said: list[int], lengths: list[int],
     name = "recurrent-state" if rejections else "verification"
     told = f"{own[wrong]} becomes {said[wrong]}" if wrong < min(len(own), len(said)) else "the text ends"
     words = f"at token {wrong} of {len(own)} {told}, in cycle {cycle + 1}, after {rejections} rejections"
-    return Fault(name=name, measured=words, evidence=(("token", wrong), ("rejections", rejections)))
+    return FoundDeviation(name=name, measured=words, evidence=(("token", wrong), ("rejections", rejections)))
 
 
-def _tie(subject: Subject, text: list[int], one: int, other: int) -> bool:
+def _tie(subject: ExaminedAdapter, text: list[int], one: int, other: int) -> bool:
     """Whether the target's own logits of two tokens are equal up to rounding of its dtype."""
     tokens = torch.tensor(text)
     batch = Batch(
@@ -265,7 +279,7 @@ def _tie(subject: Subject, text: list[int], one: int, other: int) -> bool:
     )
     try:
         logits = subject.reference(batch).logits[-1]
-    except Missing:
+    except NotExposed:
         return False
     rounding = 8 * torch.finfo(subject.adapter.dtype).eps * float(logits.abs().max())
     return abs(float(logits[one]) - float(logits[other])) <= rounding

@@ -27,39 +27,39 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.dflash.export import Imported
-from parity.probes.adapters.base import Missing
-from parity.probes.base import Answer
+from parity.model.dflash.export import ImportedCheckpoint
+from parity.probes.adapters.base import NotExposed
+from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.drafter.checkpoint_readers import (
-    NotAsked,
-    Ours,
-    Unread,
-    imported,
+    OwnReader,
+    ReaderRefusal,
+    ReaderUnavailable,
+    import_checkpoint,
     peers_of,
     quiet,
 )
-from parity.probes.instruments.drafter.hypotheses import Lens, table_of
+from parity.probes.instruments.drafter.hypotheses import VisibleStep, hypothesis_table
 from parity.probes.instruments.drafter.inference import (
     ALL,
-    LEAST,
-    Drafted,
+    LEAST_GAP,
+    DraftLogits,
+    explain_gap,
     factor_between,
     is_declared_gap,
     limit_of,
     logits_of,
-    named,
 )
-from parity.probes.instruments.drafter.receptive_field import Look
-from parity.probes.instruments.drafter.reference import Reading, changed
-from parity.probes.subject import Broken, Fault, Subject, answer
+from parity.probes.instruments.drafter.receptive_field import ProbeBatch
+from parity.probes.instruments.drafter.reference import DrafterHypothesis, override_parameters
+from parity.probes.subject import AdapterError, ExaminedAdapter, FoundDeviation, make_probe_answer
 from parity.reports.record import Value
 
-ANCHORS = 6
-PEERS = {"parity": 0.0, "dflash": LEAST[torch.float32], "speculators": LEAST[torch.float32]}
+EXPORT_ANCHORS = 6
+PEERS = {"parity": 0.0, "dflash": LEAST_GAP[torch.float32], "speculators": LEAST_GAP[torch.float32]}
 """Smallest limits of readers: peers compute in float32, whatever was trained in."""
 ROUNDED = 1e-2
 """Limit for a checkpoint in fewer bits than are trained: bfloat16 rounds each weight by up to 2^-9 of it."""
-KINDS = {
+EXPORT_KINDS = {
     "rope": "export-rope",
     "within": "export-attention",
     "window": "export-attention",
@@ -86,35 +86,37 @@ QUESTIONS = (
 """What our reader's refusals are about, by a word in them."""
 
 
-class Export:
+class ExportProbe:
     """Written, read, compared."""
 
     name = "export"
 
-    def run(self, subject: Subject) -> Answer:
+    def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a fault."""
         look = _look(subject)
-        reading = Reading.declared(subject.recipe, subject.adapter.configured)
-        lens = Lens.of([look], reading, ALL)
+        reading = DrafterHypothesis.from_recipe(subject.recipe, subject.adapter.configured)
+        lens = VisibleStep.of([look], reading, ALL)
         values: Mapping[str, Tensor] = {} if isinstance(lens, str) else lens.whole.values
         with tempfile.TemporaryDirectory(prefix="parity-export-") as place:
-            with changed(subject.parameters, values):
-                written = Written(subject, look, reading, Path(place) / "scaled")
+            with override_parameters(subject.parameters, values):
+                written = ExportedCheckpoint(subject, look, reading, Path(place) / "scaled")
             if values and not written.holds(values):
                 values = {}
-                written = Written(subject, look, reading, Path(place) / "plain")
-            trained = logits_of(look, look.shown.hidden if not values else lens.whole.found[0])  # type: ignore[union-attr]
+                written = ExportedCheckpoint(subject, look, reading, Path(place) / "plain")
+            trained = logits_of(look, look.step_output.hidden if not values else lens.whole.found[0])  # type: ignore[union-attr]
             said, compared, notes = written.read(trained)
         limit = max(limit_of(look, lens), ROUNDED if written.narrower else 0.0)
-        faults = [*written.refused, *_stated(written, reading, subject), *_weights(written)]
+        faults = [*written.refused, *_check_statement(written, reading, subject), *_weights(written)]
         if not faults:
             off = [
-                name for name, each in compared.items() if float(each.apart.max()) > max(limit, PEERS[name])
+                name
+                for name, each in compared.items()
+                if float(each.draft_distance.max()) > max(limit, PEERS[name])
             ]
-            made = [_named(name, compared[name], lens, values, limit) for name in off]
+            made = [_name_difference(name, compared[name], lens, values, limit) for name in off]
             notes += [fault.measured for fault in made if is_declared_gap(subject, fault.measured)]
             faults = [fault for fault in made if not is_declared_gap(subject, fault.measured)][:1]
-        worst = max((float(each.apart.max()) for each in compared.values()), default=float("inf"))
+        worst = max((float(each.draft_distance.max()) for each in compared.values()), default=float("inf"))
         words = f"{written.layout} layout, {written.dtype}; read by {', '.join(said) or 'nobody'}"
         words += f"; logits at {len(look.anchors)} anchors at most {worst:.2g} of their deviation apart"
         words += f" (limit {limit:.2g})" + "".join(f"; {note}" for note in notes)
@@ -125,60 +127,64 @@ class Export:
             "export.apart": worst,
             **written.facts,
         }
-        return answer(self.name, words, faults, facts=facts)
+        return make_probe_answer(self.name, words, faults, facts=facts)
 
 
-def _look(subject: Subject) -> Look:
+def _look(subject: ExaminedAdapter) -> ProbeBatch:
     """Blocks of the shared row that end in it, as speculators wants them, with a state before them."""
     batch = subject.batch
-    anchors = subject.anchors(batch, 2 * ANCHORS)
+    anchors = subject.anchors(batch, 2 * EXPORT_ANCHORS)
     inside = anchors[(anchors + subject.block <= len(batch.tokens)) & (batch.position[anchors] > 0)]
     if not len(inside):
-        raise Broken("draw", "an anchor with a state before it", f"{anchors.tolist()}")
-    return Look(subject, batch, inside[:ANCHORS], training=False)
+        raise AdapterError("draw", "an anchor with a state before it", f"{anchors.tolist()}")
+    return ProbeBatch(subject, batch, inside[:EXPORT_ANCHORS], training=False)
 
 
-class Written:
+class ExportedCheckpoint:
     """A checkpoint written now, and what reading it gives."""
 
-    def __init__(self, subject: Subject, look: Look, reading: Reading, folder: Path) -> None:
+    def __init__(
+        self, subject: ExaminedAdapter, look: ProbeBatch, reading: DrafterHypothesis, folder: Path
+    ) -> None:
         self.subject, self.look, self.folder = subject, look, folder
-        with subject.unmoved("export"), torch.random.fork_rng(), torch.no_grad(), quiet():
+        with subject.guard_adapter_call("export"), torch.random.fork_rng(), torch.no_grad(), quiet():
             self.layout = subject.adapter.export(folder)
         if self.layout not in ("zlab", "speculators"):
-            raise Broken("export", "a layout: zlab or speculators", repr(self.layout))
+            raise AdapterError("export", "a layout: zlab or speculators", repr(self.layout))
         self.parameters = {name: tensor.detach().clone() for name, tensor in subject.parameters.items()}
-        self.refused: list[Fault] = []
-        self.imported: Imported | None = None
+        self.refused: list[FoundDeviation] = []
+        self.imported: ImportedCheckpoint | None = None
         try:
             with torch.random.fork_rng():  # a new module draws its first weights
-                self.imported = imported(folder, reading.rope.partial_rotary_factor != 1)
+                self.imported = import_checkpoint(folder, reading.rope.partial_rotary_factor != 1)
         except ParityError as error:
             self.refused.append(_question(error))
         self.tensors = {} if self.imported is None else dict(self.imported.drafter.state_dict())
 
     @property
-    def held(self) -> torch.dtype | None:
+    def stored_dtype(self) -> torch.dtype | None:
         """The dtype of the weights in the file; None where our reader refuses it."""
         return self.tensors["fc.weight"].dtype if self.tensors else None
 
     @property
     def dtype(self) -> str:
         """The same in words."""
-        return "unread" if self.held is None else str(self.held).removeprefix("torch.")
+        return "unread" if self.stored_dtype is None else str(self.stored_dtype).removeprefix("torch.")
 
     @property
     def narrower(self) -> bool:
         """Whether the file keeps fewer bits than are trained."""
         trained = self.parameters.get("fc.weight")
-        if self.held is None or trained is None:
+        if self.stored_dtype is None or trained is None:
             return False
-        return torch.finfo(self.held).eps > torch.finfo(trained.dtype).eps
+        return torch.finfo(self.stored_dtype).eps > torch.finfo(trained.dtype).eps
 
     def holds(self, values: Mapping[str, Tensor]) -> bool:
         """Whether the scaled parameters are what was written; taken for so where nothing could be read."""
         return all(
-            torch.equal(self.tensors[name], values[name].to(self.held)) for name in values if self.tensors
+            torch.equal(self.tensors[name], values[name].to(self.stored_dtype))
+            for name in values
+            if self.tensors
         )
 
     @property
@@ -195,50 +201,54 @@ class Written:
             "export.rope.part": config.rope.partial_rotary_factor,
         }
 
-    def read(self, trained: Tensor) -> tuple[list[str], dict[str, Drafted], list[str]]:
+    def read(self, trained: Tensor) -> tuple[list[str], dict[str, DraftLogits], list[str]]:
         """(readers that computed, their logits, notes on those that did not)."""
-        readers = [*([Ours(self.imported)] if self.imported is not None else []), *peers_of(self.layout)]
-        table, fc_input = table_of(self.subject), self.look.shown.fc_input.detach()
-        head = self.look.shown.head.detach().double()
+        readers = [*([OwnReader(self.imported)] if self.imported is not None else []), *peers_of(self.layout)]
+        table, fc_input = hypothesis_table(self.subject), self.look.step_output.fc_input.detach()
+        head = self.look.step_output.head.detach().double()
         said: list[str] = []
-        compared: dict[str, Drafted] = {}
+        compared: dict[str, DraftLogits] = {}
         notes: list[str] = []
         for reader in readers:
             try:
                 with torch.random.fork_rng():
-                    hidden = reader.hidden(self.folder, self.look, fc_input, table)
-            except NotAsked as reason:
+                    hidden = reader.compute_hidden(self.folder, self.look, fc_input, table)
+            except ReaderUnavailable as reason:
                 notes.append(f"{reader.name} was not asked: {reason}")
                 continue
-            except Unread as error:
-                self.refused += [] if self.refused else [Fault(name="export-unreadable", measured=str(error))]
+            except ReaderRefusal as error:
+                self.refused += (
+                    [] if self.refused else [FoundDeviation(name="export-unreadable", measured=str(error))]
+                )
                 continue
             said.append(reader.name)
             if hidden.shape[1] == self.subject.block:
                 drafted = hidden[:, 1:].double() @ head.T
-                compared[reader.name] = Drafted(look=self.look, trained=trained, drafted=drafted)
+                compared[reader.name] = DraftLogits(look=self.look, trained=trained, drafted=drafted)
         return said, compared, notes
 
 
-def _question(error: ParityError) -> Fault:
+def _question(error: ParityError) -> FoundDeviation:
     """A refusal of our reader, by what it is about."""
     text = f"{error.asked}: {error.found}"
     name = next((name for word, name in QUESTIONS if word in text), "export-unreadable")
-    return Fault(name=name, measured=f"our reader refuses it: {text}", evidence=(("refused", text),))
+    return FoundDeviation(name=name, measured=f"our reader refuses it: {text}", evidence=(("refused", text),))
 
 
-def _stated(written: Written, reading: Reading, subject: Subject) -> list[Fault]:
+def _check_statement(
+    written: ExportedCheckpoint, reading: DrafterHypothesis, subject: ExaminedAdapter
+) -> list[FoundDeviation]:
     """What the file says against the recipe, and against the drafter's configuration where it is known."""
     if written.imported is None:
         return []
     recipe, read = subject.recipe, written.imported
-    config, faults = read.drafter.config, list[Fault]()
+    config, faults = read.drafter.config, list[FoundDeviation]()
 
     def check(name: str, what: str, found: Any, wanted: Any) -> None:
         if found != wanted:
             words = f"{what} {found} in the file, {wanted} in training"
             evidence: tuple[tuple[str, Value], ...] = (("file", str(found)), ("training", str(wanted)))
-            faults.append(Fault(name=name, measured=words, evidence=evidence))
+            faults.append(FoundDeviation(name=name, measured=words, evidence=evidence))
 
     check("export-layer-ids", "conditioning layers", read.wiring.layers, recipe.conditioning.decoder_layers)
     check("export-mask-token", "mask token", config.mask_token_id, recipe.block.mask_token_id)
@@ -258,31 +268,31 @@ def _stated(written: Written, reading: Reading, subject: Subject) -> list[Fault]
     return [*faults, *_vocabulary(written), *_copies(written)]
 
 
-def _vocabulary(written: Written) -> list[Fault]:
+def _vocabulary(written: ExportedCheckpoint) -> list[FoundDeviation]:
     """Whether every draft id stands for the target token whose head row the step uses."""
     assert written.imported is not None
-    vocab, head = written.imported.drafter.draft_vocab, written.look.shown.head.detach()
+    vocab, head = written.imported.drafter.draft_vocab, written.look.step_output.head.detach()
     try:
         own = written.subject.reference(written.look.batch).head
-    except Missing:
+    except NotExposed:
         return []
     ids = torch.arange(len(own)) if vocab is None else vocab.to_target(torch.arange(len(vocab.d2t)))
     if len(ids) != len(head):
         words = f"{len(ids)} draft ids in the file, a head of {len(head)} rows in training"
-        return [Fault(name="export-vocabulary", measured=words, evidence=(("ids", len(ids)),))]
+        return [FoundDeviation(name="export-vocabulary", measured=words, evidence=(("ids", len(ids)),))]
     wrong = int((own[ids].to(head) != head).any(1).sum())
     if not wrong or vocab is None:
         return []
     words = f"{wrong} of {len(ids)} draft ids stand for other target tokens than the step's head has rows of"
-    return [Fault(name="export-vocabulary", measured=words, evidence=(("ids", wrong),))]
+    return [FoundDeviation(name="export-vocabulary", measured=words, evidence=(("ids", wrong),))]
 
 
-def _copies(written: Written) -> list[Fault]:
+def _copies(written: ExportedCheckpoint) -> list[FoundDeviation]:
     """Copies of the target's tensors that the file holds, against the step's own."""
     assert written.imported is not None
     wanted = {
-        "lm_head.weight": written.look.shown.head.detach(),
-        "embed_tokens.weight": table_of(written.subject),
+        "lm_head.weight": written.look.step_output.head.detach(),
+        "embed_tokens.weight": hypothesis_table(written.subject),
     }
     for name, tensor in written.imported.shared.items():
         own = wanted.get(name)
@@ -291,11 +301,11 @@ def _copies(written: Written) -> list[Fault]:
         same = own.shape == tensor.shape and torch.equal(own.detach().to(tensor), tensor)
         if not same:
             words = f"{name} in the file {list(tensor.shape)} is not the step's {list(own.shape)}"
-            return [Fault(name="export-shared", measured=words, evidence=(("tensor", name),))]
+            return [FoundDeviation(name="export-shared", measured=words, evidence=(("tensor", name),))]
     return []
 
 
-def _weights(written: Written) -> list[Fault]:
+def _weights(written: ExportedCheckpoint) -> list[FoundDeviation]:
     """Tensors of the file that are not the trained ones, rounded to the file's dtype."""
     wrong = {
         name: float((tensor.double() - written.parameters[name].double()).abs().max())
@@ -308,7 +318,7 @@ def _weights(written: Written) -> list[Fault]:
     first = max(wrong, key=lambda name: wrong[name])
     words = f"{len(wrong)} of {len(written.tensors)} tensors differ, {first} by up to {wrong[first]:.3g}"
     return [
-        Fault(
+        FoundDeviation(
             name="export-weights",
             measured=words,
             evidence=(("tensors", len(wrong)), ("largest", wrong[first])),
@@ -316,18 +326,22 @@ def _weights(written: Written) -> list[Fault]:
     ]
 
 
-def _named(reader: str, each: Drafted, lens: Lens | str, values: Mapping[str, Tensor], limit: float) -> Fault:
+def _name_difference(
+    reader: str, each: DraftLogits, lens: VisibleStep | str, values: Mapping[str, Tensor], limit: float
+) -> FoundDeviation:
     """Why a reader that finds everything as declared computes something else."""
-    apart = float(each.apart.max())
+    apart = float(each.draft_distance.max())
     numbers = f"{reader}'s logits are up to {apart:.3g} of their deviation apart (limit {limit:.2g})"
     evidence: tuple[tuple[str, Value], ...] = (("apart", apart), ("limit", limit), ("reader", reader))
     factor = factor_between([each], limit)
     if factor is not None:
         words = f"they are {factor:.4g} times the step's; {numbers}"
-        return Fault(name="export-not-recognised", measured=words, evidence=evidence)
-    found = None if isinstance(lens, str) else named([each], lens, values, limit)
+        return FoundDeviation(name="export-not-recognised", measured=words, evidence=evidence)
+    found = None if isinstance(lens, str) else explain_gap([each], lens, values, limit)
     if found is None:
-        return Fault(name="export-not-recognised", measured=numbers, evidence=evidence)
+        return FoundDeviation(name="export-not-recognised", measured=numbers, evidence=evidence)
     who = "training" if found.training else reader
     words = f"{found.words} for {who}; {numbers}"
-    return Fault(name=KINDS.get(found.kind, "export-not-recognised"), measured=words, evidence=evidence)
+    return FoundDeviation(
+        name=EXPORT_KINDS.get(found.kind, "export-not-recognised"), measured=words, evidence=evidence
+    )

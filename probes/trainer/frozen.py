@@ -21,38 +21,38 @@ import torch
 from torch import Tensor
 
 from parity.model.dflash.step import frozen as is_frozen
-from parity.probes.adapters.base import Missing
-from parity.probes.base import Answer
-from parity.probes.subject import Fault, Subject, answer
+from parity.probes.adapters.base import NotExposed
+from parity.probes.base import ProbeAnswer
+from parity.probes.subject import ExaminedAdapter, FoundDeviation, make_probe_answer
 from parity.reports.record import Value
 
 TEACHERS = ("verifier_",)
 """What names of the teacher's own parts begin with (speculators): copies that never train."""
-SHARED = {"embed_tokens.weight": "embed-differs", "lm_head.weight": "head-differs"}
+SHARED_PARTS = {"embed_tokens.weight": "embed-differs", "lm_head.weight": "head-differs"}
 
 
-class Frozen:
+class FrozenProbe:
     """One step, and what it moved."""
 
     name = "frozen"
 
-    def run(self, subject: Subject) -> Answer:
+    def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a fault."""
-        seen = _watched(subject)
+        seen = _watch_parameters(subject)
         recipe = subject.recipe
         frozen = [name for name in seen if is_frozen(name, recipe) or name.startswith(TEACHERS)]
         trained = [name for name in seen if name not in frozen]
         faults = [*_frozen_faults(seen, frozen), *_trained_faults(seen, trained)]
-        shared, told = _shared(subject)
+        shared, told = _check_shared(subject)
         faults += shared
         moved = sum(seen[name].moved for name in trained)
         words = (
             f"{moved} of {len(trained)} parameters train"
-            if _stepped(seen)
+            if _has_stepped(seen)
             else f"{len(trained)} parameters train"
         )
         words += f", {len(frozen)} are frozen ({', '.join(recipe.frozen)})"
-        words += "" if _stepped(seen) else ", by their gradients: no optimizer step was seen to move them"
+        words += "" if _has_stepped(seen) else ", by their gradients: no optimizer step was seen to move them"
         facts: dict[str, Value] = {
             "frozen.moved": moved,
             "frozen.trained": len(trained),
@@ -63,11 +63,11 @@ class Frozen:
             words += f"; weight decay on norms: {decays:g}"
             facts["frozen.decay_on_norms"] = decays
         words += "".join(f"; {each}" for each in told)
-        return answer(self.name, words, faults, facts=facts)
+        return make_probe_answer(self.name, words, faults, facts=facts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Watched:
+class ParameterChange:
     """One parameter around an optimizer step."""
 
     flag: bool
@@ -84,29 +84,29 @@ class Watched:
     """Whether an optimizer step was made at all."""
 
 
-def _stepped(seen: dict[str, Watched]) -> bool:
+def _has_stepped(seen: dict[str, ParameterChange]) -> bool:
     return any(each.moved for each in seen.values())
 
 
-def _watched(subject: Subject) -> dict[str, Watched]:
+def _watch_parameters(subject: ExaminedAdapter) -> dict[str, ParameterChange]:
     """Every parameter before and after a step that is undone."""
     batch = subject.batch
     states, anchors = subject.states(batch), subject.anchors(batch)
     parameters = subject.parameters
-    with subject.restored():
+    with subject.restore_state():
         before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
         groups, gradients = _groups(subject), _by_autograd(subject)
         try:
-            with subject.unmoved("update"), torch.random.fork_rng():
+            with subject.guard_adapter_call("update"), torch.random.fork_rng():
                 subject.adapter.update(batch, states, anchors=anchors, seed=0)
             stepped = True
-        except Missing:
+        except NotExposed:
             stepped = False
         found = {}
         for name, tensor in parameters.items():
             gradient, rate = gradients[name], None if groups is None else groups.get(_key(tensor))
             change = float((tensor.detach() - before[name]).abs().max())
-            found[name] = Watched(
+            found[name] = ParameterChange(
                 flag=tensor.requires_grad,
                 gradient=None if gradient is None else float(gradient.detach().abs().max()),
                 held=None if groups is None else rate is not None,
@@ -124,16 +124,16 @@ def _key(tensor: Tensor) -> tuple[int, torch.Size]:
     return tensor.data_ptr(), tensor.shape
 
 
-def _groups(subject: Subject) -> dict[tuple[int, torch.Size], float] | None:
+def _groups(subject: ExaminedAdapter) -> dict[tuple[int, torch.Size], float] | None:
     """Learning rate of what the optimizer holds; None where it is not shown."""
     try:
         optimizer = subject.adapter.optimizer()
-    except Missing:
+    except NotExposed:
         return None
     return {_key(each): float(group["lr"]) for group in optimizer.param_groups for each in group["params"]}
 
 
-def _by_autograd(subject: Subject) -> dict[str, Tensor | None]:
+def _by_autograd(subject: ExaminedAdapter) -> dict[str, Tensor | None]:
     """Gradients of the step's loss: an optimizer may have cleared its own when the update is done."""
     shown = subject.step()
     wanted = {name: tensor for name, tensor in subject.parameters.items() if tensor.requires_grad}
@@ -141,23 +141,23 @@ def _by_autograd(subject: Subject) -> dict[str, Tensor | None]:
     return dict.fromkeys(subject.parameters) | dict(zip(wanted, made, strict=True))
 
 
-def _frozen_faults(seen: dict[str, Watched], names: Sequence[str]) -> list[Fault]:
+def _frozen_faults(seen: dict[str, ParameterChange], names: Sequence[str]) -> list[FoundDeviation]:
     """What is frozen and trains."""
     moved = [name for name in names if seen[name].moved]
     if moved:
         size = max(seen[name].change for name in moved)
         why = "with a gradient" if any(seen[name].gradient for name in moved) else "without a gradient"
         words = f"{_list(moved)} changed by up to {size:.3g} in one step, {why}"
-        return [Fault(name="frozen-trains", measured=words, evidence=(("change", size),))]
+        return [FoundDeviation(name="frozen-trains", measured=words, evidence=(("change", size),))]
     ready = [name for name in names if seen[name].flag and (seen[name].gradient or seen[name].held)]
     if ready:
         size = max(seen[name].gradient or 0.0 for name in ready)
         words = f"{_list(ready)} asks for gradients and gets up to {size:.3g}"
-        return [Fault(name="frozen-trains", measured=words, evidence=(("gradient", size),))]
+        return [FoundDeviation(name="frozen-trains", measured=words, evidence=(("gradient", size),))]
     return []
 
 
-def _trained_faults(seen: dict[str, Watched], names: Sequence[str]) -> list[Fault]:
+def _trained_faults(seen: dict[str, ParameterChange], names: Sequence[str]) -> list[FoundDeviation]:
     """What should train and does not, by the first reason."""
     reasons: dict[str, list[str]] = {}
     for name in names:
@@ -177,7 +177,7 @@ def _trained_faults(seen: dict[str, Watched], names: Sequence[str]) -> list[Faul
         "trained-still": "have a gradient and do not change in an optimizer step",
     }
     return [
-        Fault(
+        FoundDeviation(
             name=reason,
             measured=f"{len(found)} of {len(names)} {words[reason]}: {_list(found)}",
             evidence=(("parameters", len(found)),),
@@ -190,27 +190,27 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _decay(subject: Subject, seen: dict[str, Watched]) -> float | None:
+def _decay(subject: ExaminedAdapter, seen: dict[str, ParameterChange]) -> float | None:
     """Largest weight decay of a group with vectors in it."""
     try:
         groups = subject.adapter.optimizer().param_groups
-    except Missing:
+    except NotExposed:
         return None
     found = [float(g.get("weight_decay", 0.0)) for g in groups if any(each.ndim < 2 for each in g["params"])]
     return max(found) if found else None
 
 
-def _shared(subject: Subject) -> tuple[list[Fault], list[str]]:
+def _check_shared(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], list[str]]:
     """Whether the embedding and the head are the target's, and what could not be asked."""
     try:
         reference = subject.reference(subject.batch)
-    except Missing as missing:
+    except NotExposed as missing:
         return [], [
             f"embedding and head were not compared with the target's ({missing.args[0]} is not shown)"
         ]
     wanted = {"embed_tokens.weight": reference.embed, "lm_head.weight": reference.head}
     faults, told = [], []
-    for name, fault in SHARED.items():
+    for name, fault in SHARED_PARTS.items():
         own = subject.parameters.get(name)
         own = subject.step().head if own is None and name == "lm_head.weight" else own
         if own is None:
@@ -219,13 +219,15 @@ def _shared(subject: Subject) -> tuple[list[Fault], list[str]]:
         wrong, size = _unlike(own.detach(), wanted[name])
         if wrong:
             words = f"{wrong} of {len(own)} rows of {name} are not the target's, by up to {size:.3g}"
-            faults.append(Fault(name=fault, measured=words, evidence=(("rows", wrong), ("change", size))))
+            faults.append(
+                FoundDeviation(name=fault, measured=words, evidence=(("rows", wrong), ("change", size)))
+            )
         else:
             told.append(f"{name}: all {len(own)} rows are the target's")
     return faults, told
 
 
-CHUNK = 8192
+PARAMETER_CHUNK = 8192
 """Rows of an embedding that are converted at once."""
 
 
@@ -239,9 +241,13 @@ def _unlike(own: Tensor, target: Tensor) -> tuple[int, float]:
     wrong, size = 0, 0.0
     if len(own) == len(target) and torch.equal(own, target.to(own.dtype)):
         return 0, 0.0
-    for start in range(0, len(own), CHUNK):
-        part = own[start : start + CHUNK]
-        apart = (part.double() - target[place[start : start + CHUNK]].to(own.dtype).double()).abs().amax(1)
+    for start in range(0, len(own), PARAMETER_CHUNK):
+        part = own[start : start + PARAMETER_CHUNK]
+        apart = (
+            (part.double() - target[place[start : start + PARAMETER_CHUNK]].to(own.dtype).double())
+            .abs()
+            .amax(1)
+        )
         wrong, size = wrong + int((apart > 0).sum()), max(size, float(apart.max()))
     return wrong, size
 
@@ -250,11 +256,11 @@ def _nearest(own: Tensor, target: Tensor) -> Tensor:
     """[n] the row of `target` whose projection is nearest to that of each of `own`."""
     direction = torch.randn(own.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
-    def projected(rows: Tensor) -> Tensor:
-        return torch.cat([part.to(own.dtype).double() @ direction for part in rows.split(CHUNK)])
+    def project_rows(rows: Tensor) -> Tensor:
+        return torch.cat([part.to(own.dtype).double() @ direction for part in rows.split(PARAMETER_CHUNK)])
 
-    values, order = projected(target).sort()
-    wanted = projected(own)
+    values, order = project_rows(target).sort()
+    wanted = project_rows(own)
     after = torch.searchsorted(values, wanted).clamp(1, len(values) - 1)
     lower = (wanted - values[after - 1]).abs() < (values[after] - wanted).abs()
     return order[after - lower.long()]

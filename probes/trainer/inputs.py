@@ -23,26 +23,26 @@ import torch
 from torch import Tensor
 
 from parity.model.dflash.mask import PADDING
-from parity.probes.adapters.base import Missing, Reference, Shown
-from parity.probes.base import Answer
-from parity.probes.instruments.loss.designed_row import Crafted
-from parity.probes.instruments.loss.head_gradient import AtHead
-from parity.probes.instruments.loss.labels import ENOUGH, Reading, still, told
-from parity.probes.subject import Fault, Subject, answer, declared
+from parity.probes.adapters.base import AdapterStep, NotExposed, TargetReference
+from parity.probes.base import ProbeAnswer
+from parity.probes.instruments.loss.designed_row import DesignedBatch
+from parity.probes.instruments.loss.head_gradient import HeadGradients
+from parity.probes.instruments.loss.labels import ENOUGH, LabelEstimate, is_same_label, label_step_of
+from parity.probes.subject import ExaminedAdapter, FoundDeviation, list_fc_taps, make_probe_answer
 from parity.reports.record import Chart, Column, Table, Value
 
 ROLL = 7
 """Tokens by which a slice is rolled: prime, so that no period of the row is met."""
 TOLD = 3
 """Slices told in a sentence; the table has all."""
-SAME = 1e-4
+SAME_SLICE = 1e-4
 """Relative L2 up to which a captured slice is a layer, in float32."""
 ULPS = 8
 """The same in units in the last place, for narrower dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Influence:
+class SliceInfluence:
     """What one captured slice does."""
 
     tap: str
@@ -58,41 +58,41 @@ class Influence:
     """Whether the columns hold the slice's own values (noise apart)."""
 
 
-class Inputs:
+class InputsProbe:
     """Rolls one slice at a time."""
 
     name = "inputs"
 
-    def run(self, subject: Subject) -> Answer:
+    def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a deviation, with the influence matrix and the match of layers."""
         influences, how, width = _influences(subject)
         identity = _identify(subject)
-        wanted = declared(subject.recipe)
+        wanted = list_fc_taps(subject.recipe)
         faults = [
             *_layer_faults(subject, influences, wanted, width),
             *_label_faults(subject, influences, wanted),
-            *(identity.faults if isinstance(identity, Identity) else []),
+            *(identity.faults if isinstance(identity, CaptureIdentity) else []),
         ]
         facts: dict[str, Value] = {
             "inputs.drafts": ", ".join(each.tap for each in influences if each.drafts > 0),
             "inputs.order": ", ".join(_order(influences)),
             "inputs.labels": ", ".join(each.tap for each in influences if each.labels),
-            "inputs.capture": identity.worst if isinstance(identity, Identity) else None,
+            "inputs.capture": identity.worst if isinstance(identity, CaptureIdentity) else None,
         }
-        tables = [_matrix(influences), *([identity.table] if isinstance(identity, Identity) else [])]
+        tables = [_matrix(influences), *([identity.table] if isinstance(identity, CaptureIdentity) else [])]
         sentence = f"{_words(influences)}{how}; {_capture_words(identity)}"
-        return answer(self.name, sentence, faults, facts=facts, tables=tables)
+        return make_probe_answer(self.name, sentence, faults, facts=facts, tables=tables)
 
 
 # --- influence --------------------------------------------------------------------------------------------
 
 
-def _influences(subject: Subject) -> tuple[list[Influence], str, int]:
+def _influences(subject: ExaminedAdapter) -> tuple[list[SliceInfluence], str, int]:
     """One for each captured slice, what could not be asked in words, and the features that enter fc."""
-    step = told(subject)
+    step = label_step_of(subject)
     crafted, shown, before = step.crafted, step.shown, step.reading
     gradients, same = _gradients(shown, step.states, subject.adapter.width)
-    readable = before is not None and float(before.known.double().mean()) >= ENOUGH
+    readable = before is not None and float(before.has_label.double().mean()) >= ENOUGH
     made = []
     for number, tap in enumerate(subject.adapter.slices):
         other = crafted.states.clone()
@@ -100,13 +100,13 @@ def _influences(subject: Subject) -> tuple[list[Influence], str, int]:
         other[real, number] = other[real, number].roll(ROLL, 0)
         moved = subject.step(crafted.batch, other.requires_grad_(True), anchors=crafted.anchors)
         made.append(
-            Influence(
+            SliceInfluence(
                 tap=tap,
                 drafts=_change(moved.hidden, shown.hidden),
                 gradient=None if gradients is None else gradients[number],
                 columns=_moved_columns(shown, moved, subject.adapter.width),
                 labels=_moved_labels(crafted, moved, before) if readable and before else None,
-                copied=_copied(shown, step.states, number, subject),
+                copied=_is_copied(shown, step.states, number, subject),
             )
         )
     how = "" if same is not False else "; the gradient at fc's input is not the slices' own"
@@ -115,7 +115,7 @@ def _influences(subject: Subject) -> tuple[list[Influence], str, int]:
     return made, how, shown.fc_input.shape[1]
 
 
-def _gradients(shown: Shown, states: Tensor, width: int) -> tuple[list[float] | None, bool | None]:
+def _gradients(shown: AdapterStep, states: Tensor, width: int) -> tuple[list[float] | None, bool | None]:
     """Per slice the share of the drafts' gradient, and whether fc's input has the same; None where not in the graph."""
     generator = torch.Generator().manual_seed(3)
     direction = torch.randn(shown.hidden.shape, generator=generator).to(shown.hidden)
@@ -145,7 +145,7 @@ def _change(now: Tensor, before: Tensor) -> float:
     return float((now.detach().double() - before.detach().double()).norm()) / size if size else 0.0
 
 
-def _moved_columns(shown: Shown, moved: Shown, width: int) -> tuple[int, ...]:
+def _moved_columns(shown: AdapterStep, moved: AdapterStep, width: int) -> tuple[int, ...]:
     """Blocks of D columns of fc's input that differ."""
     if shown.fc_input.shape[1] % width:
         return ()
@@ -153,7 +153,7 @@ def _moved_columns(shown: Shown, moved: Shown, width: int) -> tuple[int, ...]:
     return tuple(differ.nonzero().squeeze(-1).tolist())
 
 
-def _copied(shown: Shown, states: Tensor, number: int, subject: Subject) -> bool:
+def _is_copied(shown: AdapterStep, states: Tensor, number: int, subject: ExaminedAdapter) -> bool:
     """Whether some block of fc's input holds the slice, up to the declared noise and the input's dtype."""
     width, noise = subject.adapter.width, subject.recipe.noise.std
     if shown.fc_input.shape[1] % width:
@@ -164,15 +164,15 @@ def _copied(shown: Shown, states: Tensor, number: int, subject: Subject) -> bool
     return bool((left <= 3 * noise + 1e-6).any())
 
 
-def _moved_labels(crafted: Crafted, moved: Shown, before: Reading) -> float:
+def _moved_labels(crafted: DesignedBatch, moved: AdapterStep, before: LabelEstimate) -> float:
     """Share of the slots read before whose gradient the same label no longer explains."""
-    at = AtHead.of(moved)
+    at = HeadGradients.of(moved)
     if len(at) != len(before.label):
         return 1.0
-    return float((~still(crafted, at, before))[before.known].double().mean())
+    return float((~is_same_label(crafted, at, before))[before.has_label].double().mean())
 
 
-def _order(influences: list[Influence]) -> list[str]:
+def _order(influences: list[SliceInfluence]) -> list[str]:
     """The slice that each block of fc's columns holds."""
     at: dict[int, str] = {}
     for each in influences:
@@ -182,8 +182,8 @@ def _order(influences: list[Influence]) -> list[str]:
 
 
 def _layer_faults(
-    subject: Subject, influences: list[Influence], wanted: tuple[str, ...], shown_width: int
-) -> list[Fault]:
+    subject: ExaminedAdapter, influences: list[SliceInfluence], wanted: tuple[str, ...], shown_width: int
+) -> list[FoundDeviation]:
     """Which slices enter, in which order, and whether each does something."""
     by_tap = {each.tap: each for each in influences}
     feeding = [each.tap for each in influences if each.columns or each.drafts > 0]
@@ -197,7 +197,7 @@ def _layer_faults(
     still = blocks - len({column for each in influences for column in each.columns})
     if missing and not extra and still == len(missing):
         words = f"{', '.join(missing)} do not reach fc: {still} of {blocks} blocks of its columns stand still"
-        return [Fault(name="fc-dead", measured=words, evidence=numbers)]
+        return [FoundDeviation(name="fc-dead", measured=words, evidence=numbers)]
     if extra or missing:
         teacher_only = extra and not missing and len(extra) == 1
         words = f"{', '.join(feeding) or 'no slice'} feed fc, declared {', '.join(wanted)}"
@@ -205,25 +205,31 @@ def _layer_faults(
             size = by_tap[extra[0]].drafts
             words = f"{extra[0]} moves the drafts by {size:.2g}, beside {len(wanted)} declared slices"
         faults.append(
-            Fault(name="fc-teacher" if teacher_only else "fc-layers", measured=words, evidence=numbers)
+            FoundDeviation(
+                name="fc-teacher" if teacher_only else "fc-layers", measured=words, evidence=numbers
+            )
         )
         return faults
     order = _order(influences)
     if order and order != list(wanted):
         words = f"fc's columns hold {', '.join(order)}, declared {', '.join(wanted)}"
-        faults.append(Fault(name="fc-order", measured=words, evidence=(("blocks of columns", len(order)),)))
+        faults.append(
+            FoundDeviation(name="fc-order", measured=words, evidence=(("blocks of columns", len(order)),))
+        )
     dead = [tap for tap in wanted if by_tap[tap].drafts == 0]
     if dead:
         words = f"{', '.join(dead)} enter fc and move the drafts by 0"
-        faults.append(Fault(name="fc-dead", measured=words, evidence=numbers))
+        faults.append(FoundDeviation(name="fc-dead", measured=words, evidence=numbers))
     altered = [tap for tap in wanted if by_tap[tap].columns and not by_tap[tap].copied]
     if altered and not dead:
         words = f"{', '.join(altered)}: {len(altered)} of {len(wanted)} slices are not what enters fc"
-        faults.append(Fault(name="fc-altered", measured=words, evidence=(("slices", len(altered)),)))
+        faults.append(FoundDeviation(name="fc-altered", measured=words, evidence=(("slices", len(altered)),)))
     return faults
 
 
-def _label_faults(subject: Subject, influences: list[Influence], wanted: tuple[str, ...]) -> list[Fault]:
+def _label_faults(
+    subject: ExaminedAdapter, influences: list[SliceInfluence], wanted: tuple[str, ...]
+) -> list[FoundDeviation]:
     """Which slices move labels."""
     if any(each.labels is None for each in influences):
         return []
@@ -234,18 +240,18 @@ def _label_faults(subject: Subject, influences: list[Influence], wanted: tuple[s
         words = ", ".join(
             f"{tap} moves {share:.0%} of the labels" for tap, share in from_conditioning.items()
         )
-        return [Fault(name="labels-from-conditioning", measured=words, evidence=numbers)]
+        return [FoundDeviation(name="labels-from-conditioning", measured=words, evidence=numbers)]
     others = [each.tap for each in influences if each.tap not in wanted]
     if subject.recipe.needs_teacher and not moving:
         words = f"none of {len(influences)} slices moves a label ({', '.join(others) or 'no teacher slice captured'})"
-        return [Fault(name="labels-without-teacher", measured=words, evidence=numbers)]
+        return [FoundDeviation(name="labels-without-teacher", measured=words, evidence=numbers)]
     if not subject.recipe.needs_teacher and moving:
         words = ", ".join(f"{tap} moves {share:.0%} of the labels" for tap, share in moving.items())
-        return [Fault(name="labels-undeclared-teacher", measured=words, evidence=numbers)]
+        return [FoundDeviation(name="labels-undeclared-teacher", measured=words, evidence=numbers)]
     return []
 
 
-def _words(influences: list[Influence]) -> str:
+def _words(influences: list[SliceInfluence]) -> str:
     drafts = [each.tap for each in influences if each.drafts > 0]
     text = f"{', '.join(drafts) or 'no slice'} move the drafts"
     if all(each.labels is None for each in influences):
@@ -254,7 +260,7 @@ def _words(influences: list[Influence]) -> str:
     return f"{text}, {', '.join(labels) or 'no slice'} the labels"
 
 
-def _matrix(influences: list[Influence]) -> Table:
+def _matrix(influences: list[SliceInfluence]) -> Table:
     """Long form: one row for each slice and side, so that it can be drawn."""
     rows: list[tuple[Value, ...]] = []
     for each in influences:
@@ -281,23 +287,23 @@ def _matrix(influences: list[Influence]) -> Table:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Identity:
+class CaptureIdentity:
     """How the trainer's own capture compares with the target itself."""
 
     worst: float
     """Largest relative L2 of a slice from the layer it is called."""
-    faults: list[Fault]
+    faults: list[FoundDeviation]
     table: Table
 
 
-def _identify(subject: Subject) -> Identity | str:
+def _identify(subject: ExaminedAdapter) -> CaptureIdentity | str:
     """Every slice against every layer, or why that was not asked."""
     try:
-        captured, reference = subject.captured, subject.referenced
-    except Missing as missing:
+        captured, reference = subject.captured_states, subject.target_reference
+    except NotExposed as missing:
         return f"the adapter does not show {missing.args[0]}"
     real = subject.batch.document != PADDING
-    limit = max(SAME, ULPS * torch.finfo(captured.dtype).eps)
+    limit = max(SAME_SLICE, ULPS * torch.finfo(captured.dtype).eps)
     rows: list[tuple[Value, ...]] = []
     matches = []
     for number, tap in enumerate(subject.adapter.slices):
@@ -320,11 +326,11 @@ def _identify(subject: Subject) -> Identity | str:
         detail=True,
     )
     worst = max(match.own for match in matches)
-    return Identity(worst=worst, faults=_identity_faults(subject, matches, limit), table=table)
+    return CaptureIdentity(worst=worst, faults=_identity_faults(subject, matches, limit), table=table)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Match:
+class SliceMatchToLayer:
     """One captured slice's place in the target."""
 
     tap: str
@@ -335,7 +341,9 @@ class Match:
     """Rows by which the slice is late."""
 
 
-def _match(captured: Tensor, tap: str, reference: Reference, real: Tensor, document: Tensor) -> Match:
+def _match(
+    captured: Tensor, tap: str, reference: TargetReference, real: Tensor, document: Tensor
+) -> SliceMatchToLayer:
     """The nearest state of the target, first row for row, then a row off within documents."""
     slice_ = captured[real].double().cpu()
     states = {name: each[real].double().cpu() for name, each in reference.states.items()}
@@ -352,8 +360,8 @@ def _match(captured: Tensor, tap: str, reference: Reference, real: Tensor, docum
     errors = {name: error(state, 0) for name, state in states.items()}
     own = errors.get(tap, float("inf"))
     nearest = tap if tap in errors and own <= min(errors.values()) else min(errors, key=errors.__getitem__)
-    best = Match(tap=tap, own=own, nearest=nearest, error=errors[nearest])
-    if best.error > SAME:
+    best = SliceMatchToLayer(tap=tap, own=own, nearest=nearest, error=errors[nearest])
+    if best.error > SAME_SLICE:
         for shift in (1, -1):
             for name, state in states.items():
                 left = error(state, shift)
@@ -362,7 +370,9 @@ def _match(captured: Tensor, tap: str, reference: Reference, real: Tensor, docum
     return best
 
 
-def _identity_faults(subject: Subject, matches: list[Match], limit: float) -> list[Fault]:
+def _identity_faults(
+    subject: ExaminedAdapter, matches: list[SliceMatchToLayer], limit: float
+) -> list[FoundDeviation]:
     wrong = [match for match in matches if not match.own <= limit]
     if not wrong:
         return []
@@ -380,19 +390,21 @@ def _identity_faults(subject: Subject, matches: list[Match], limit: float) -> li
             name = "capture-order"
         elif all({match.tap, match.nearest} <= _FINAL | {_last(subject)} for match in known):
             name = "capture-norm"
-        elif len(gaps) == 1 and abs(next(iter(gaps))) == 1 and len(known) >= len(declared(subject.recipe)):
+        elif (
+            len(gaps) == 1 and abs(next(iter(gaps))) == 1 and len(known) >= len(list_fc_taps(subject.recipe))
+        ):
             name = "layer-shift"
         else:
             name = "layer-wrong"
-    return [Fault(name=name, measured=words, evidence=numbers)]
+    return [FoundDeviation(name=name, measured=words, evidence=numbers)]
 
 
 _FINAL = {"final.prenorm", "final.postnorm"}
 
 
-def _last(subject: Subject) -> str:
+def _last(subject: ExaminedAdapter) -> str:
     """The last decoder layer's output, which is the state before the final norm."""
-    layers = [name for name in subject.referenced.states if name.startswith("layer.")]
+    layers = [name for name in subject.target_reference.states if name.startswith("layer.")]
     return max(layers, key=_layer, default="")
 
 
@@ -402,7 +414,7 @@ def _layer(tap: str) -> int:
     return int(parts[1]) if parts[0] == "layer" else -1
 
 
-def _match_words(match: Match) -> str:
+def _match_words(match: SliceMatchToLayer) -> str:
     late = f" {match.shift:+d} token late" if match.shift else ""
     if match.nearest == match.tap and not match.shift:
         return f"what is called {match.tap} is off by {match.own:.2g}, and nearer to no other layer"
@@ -410,7 +422,7 @@ def _match_words(match: Match) -> str:
     return f"what is called {match.tap} is {match.nearest}{late} {sizes}"
 
 
-def _capture_words(identity: Identity | str) -> str:
+def _capture_words(identity: CaptureIdentity | str) -> str:
     if isinstance(identity, str):
         return f"the capture is not held against the target: {identity}"
     if identity.faults:

@@ -25,38 +25,38 @@ from torch import Tensor
 
 from parity.model.dflash.anchors import blocks_at
 from parity.model.dflash.mask import PADDING
-from parity.probes.base import Answer
-from parity.probes.instruments.loss.designed_row import Crafted
-from parity.probes.instruments.loss.head_gradient import AtHead
-from parity.probes.instruments.loss.labels import ENOUGH, Reading, told
-from parity.probes.subject import Fault, Subject, Text, answer
+from parity.probes.base import ProbeAnswer
+from parity.probes.instruments.loss.designed_row import DesignedBatch
+from parity.probes.instruments.loss.head_gradient import HeadGradients
+from parity.probes.instruments.loss.labels import ENOUGH, LabelEstimate, label_step_of
+from parity.probes.subject import ExaminedAdapter, FoundDeviation, SyntheticDocument, make_probe_answer
 from parity.reports.record import Column, Table, Value
 
 ASTRAY = 0.2
 """Share of slots whose labels stand elsewhere than the others', from which on it is no repeated token."""
 
 
-class Labels:
+class LabelsProbe:
     """Reads labels from the gradient."""
 
     name = "labels"
 
-    def run(self, subject: Subject) -> Answer:
+    def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a deviation, with the table of slots."""
-        step = told(subject)
+        step = label_step_of(subject)
         crafted, at, reading = step.crafted, step.at, step.reading
         if reading is None:
             words = f"0 of {at.shape[0] * at.shape[1]} slots have a gradient"
-            fault = Fault(name="label-missing", measured=words)
-            return answer(self.name, "no slot is trained", [fault], facts={"labels.slots": 0})
-        slots = Slots.of(subject, crafted, at, reading)
+            fault = FoundDeviation(name="label-missing", measured=words)
+            return make_probe_answer(self.name, "no slot is trained", [fault], facts={"labels.slots": 0})
+        slots = LabelledSlots.of(subject, crafted, at, reading)
         sentence, facts = _sentence(subject, slots), _facts(slots)
         if subject.recipe.block.documents == "prompt_masked":
             crossing, beyond = _would_cross(subject)
             sentence += f"; where a document begins without a prompt, {crossing} of {beyond} slots beyond"
             sentence += " their document are trained (as declared: prompts mask them)"
             facts["labels.would_cross"] = crossing
-        return answer(
+        return make_probe_answer(
             self.name,
             sentence,
             _faults(subject, slots),
@@ -65,13 +65,13 @@ class Labels:
         )
 
 
-def _would_cross(subject: Subject) -> tuple[int, int]:
+def _would_cross(subject: ExaminedAdapter) -> tuple[int, int]:
     """(slots that get a gradient beyond their anchor's document, slots there) on a row without prompts."""
     size = subject.block
-    batch = subject.row([Text(length=3 * size), Text(length=3 * size)], padding=1)
+    batch = subject.row([SyntheticDocument(length=3 * size), SyntheticDocument(length=3 * size)], padding=1)
     possible = (subject.candidates(batch) & (batch.document == 0)).nonzero().squeeze(-1)
     anchors = possible[-min(3, len(possible)) :]
-    at = AtHead.of(subject.step(batch, subject.states(batch, grad=True), anchors=anchors))
+    at = HeadGradients.of(subject.step(batch, subject.states(batch, grad=True), anchors=anchors))
     beyond = anchors[:, None] + torch.arange(size) >= 3 * size
     return int((at.index >= 3 * size).sum()), int(beyond.sum())
 
@@ -80,12 +80,12 @@ def _would_cross(subject: Subject) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Slots:
+class LabelledSlots:
     """The reading, and what the recipe declares, slot by slot."""
 
-    at: AtHead
-    reading: Reading
-    crafted: Crafted
+    at: HeadGradients
+    reading: LabelEstimate
+    crafted: DesignedBatch
     shift: int
     """Where most labels stand, of anchor + slot."""
     expected: Tensor
@@ -96,7 +96,9 @@ class Slots:
     """bool [A, B] within the document, behind a hole in the loss mask, itself not one."""
 
     @classmethod
-    def of(cls, subject: Subject, crafted: Crafted, at: AtHead, reading: Reading) -> "Slots":
+    def of(
+        cls, subject: ExaminedAdapter, crafted: DesignedBatch, at: HeadGradients, reading: LabelEstimate
+    ) -> "LabelledSlots":
         batch, block = crafted.batch, subject.recipe.block
         made = [
             blocks_at(
@@ -129,7 +131,7 @@ class Slots:
         return torch.where(self.reading.place >= 0, self.reading.place, self.at.index + self.shift)
 
     @property
-    def counted(self) -> Tensor:
+    def is_not_anchor(self) -> Tensor:
         """bool [n]: not slot 0."""
         return self.at.slot > 0
 
@@ -151,40 +153,44 @@ class Slots:
     @property
     def in_padding(self) -> Tensor:
         """bool [n]."""
-        return (self.document == PADDING) & self.counted
+        return (self.document == PADDING) & self.is_not_anchor
 
     @property
     def crossing(self) -> Tensor:
         """bool [n]: the label stands in another document than the anchor."""
-        return (self.document != self.own) & ~self.in_padding & self.counted
+        return (self.document != self.own) & ~self.in_padding & self.is_not_anchor
 
     @property
-    def masked(self) -> Tensor:
+    def is_loss_masked(self) -> Tensor:
         """bool [n]: the label stands in the anchor's document where nothing is to be trained."""
         masked = ~self.among(self.crafted.batch.loss_mask.bool(), True)
-        return masked & (self.document == self.own) & self.counted
+        return masked & (self.document == self.own) & self.is_not_anchor
 
     @property
     def unread(self) -> Tensor:
         """bool [n]: no label found."""
-        return (self.reading.place < 0) & (self.reading.label < 0) & self.counted
+        return (self.reading.place < 0) & (self.reading.label < 0) & self.is_not_anchor
 
     @property
     def unknown(self) -> Tensor:
         """bool [n]: a token was read that is no label of any place of the row."""
-        return (self.reading.place < 0) & (self.reading.label >= 0) & self.counted
+        return (self.reading.place < 0) & (self.reading.label >= 0) & self.is_not_anchor
 
     @property
     def astray(self) -> Tensor:
         """bool [n]: trained on the label of another place than most."""
-        return (self.reading.place >= 0) & (self.reading.place - self.at.index != self.shift) & self.counted
+        return (
+            (self.reading.place >= 0)
+            & (self.reading.place - self.at.index != self.shift)
+            & self.is_not_anchor
+        )
 
     @property
-    def unmapped(self) -> Tensor:
+    def is_unmapped(self) -> Tensor:
         """bool [n]: the label is the target's id of the slot's token, which is no id of the draft's vocabulary."""
         raw = self.crafted.at(self.crafted.batch.tokens, self.at.index)
         mapped = None if self.crafted.data is None else self.crafted.at(self.crafted.data, self.at.index)
-        same = (self.reading.label == raw % len(self.crafted.head)) & self.counted
+        same = (self.reading.label == raw % len(self.crafted.head)) & self.is_not_anchor
         return same if mapped is None else same & (mapped != raw)
 
     @property
@@ -198,52 +204,62 @@ class Slots:
         return float(self.trained[self.behind].double().mean()) if self.behind.any() else None
 
 
-def _faults(subject: Subject, slots: Slots) -> list[Fault]:
+def _faults(subject: ExaminedAdapter, slots: LabelledSlots) -> list[FoundDeviation]:
     """What is other than declared, the most telling first."""
     reading, recipe = slots.reading, subject.recipe
-    total = int(slots.counted.sum())
+    total = int(slots.is_not_anchor.sum())
     if int(slots.unread.sum()) > (1 - ENOUGH) * total:
-        least = float(reading.left[slots.counted].median()) if total else float("nan")
+        least = float(reading.left[slots.is_not_anchor].median()) if total else float("nan")
         words = f"{int(slots.unread.sum())} of {total} slots, of whose gradients {least:.2g} is left over (median)"
-        return [Fault(name="label-unrecognised", measured=words, evidence=(("left over", least),))]
+        return [FoundDeviation(name="label-unrecognised", measured=words, evidence=(("left over", least),))]
     faults = []
     astray = slots.astray
-    raw = int(slots.unmapped.sum())
+    raw = int(slots.is_unmapped.sum())
     if recipe.draft_vocab is not None and raw > ASTRAY * total:
         words = f"{raw} of {total} slots have the target's id of their token for a label, unmapped"
-        return [Fault(name="label-vocabulary", measured=words, evidence=(("slots", raw),))]
+        return [FoundDeviation(name="label-vocabulary", measured=words, evidence=(("slots", raw),))]
     if int(astray.sum()) > ASTRAY * total:
         words = f"{int(astray.sum())} of {total} slots are trained on labels of other places, {_where(slots, astray)}"
-        return [Fault(name="label-unknown", measured=words, evidence=(("slots", int(astray.sum())),))]
+        return [
+            FoundDeviation(name="label-unknown", measured=words, evidence=(("slots", int(astray.sum())),))
+        ]
     if slots.shift:
         words = f"slot k is trained on token anchor + k {slots.shift:+d}, in {_most(slots)} of {total} slots"
-        faults.append(Fault(name="label-offset", measured=words, evidence=(("offset", slots.shift),)))
+        faults.append(
+            FoundDeviation(name="label-offset", measured=words, evidence=(("offset", slots.shift),))
+        )
     if int(slots.unknown.sum()):
         names = sorted({int(each) for each in reading.label[slots.unknown]})[:6]
         words = f"{int(slots.unknown.sum())} of {total} slots, draft ids {names}"
         faults.append(
-            Fault(name="label-unknown", measured=words, evidence=(("slots", int(slots.unknown.sum())),))
+            FoundDeviation(
+                name="label-unknown", measured=words, evidence=(("slots", int(slots.unknown.sum())),)
+            )
         )
     wanted = {"data": "data", "teacher_argmax": "teacher"}.get(recipe.labels)
     if wanted is not None and reading.kind in ("data", "teacher") and reading.kind != wanted:
         words = f"{_most(slots)} of {total} slots are trained on {_WORDS[reading.kind]}, declared {_WORDS[wanted]}"
-        faults.append(Fault(name="label-source", measured=words, evidence=(("slots", _most(slots)),)))
+        faults.append(
+            FoundDeviation(name="label-source", measured=words, evidence=(("slots", _most(slots)),))
+        )
     at_own = not slots.shift
     for name, found in (
-        ("label-prompt", slots.masked if at_own else slots.masked & False),
+        ("label-prompt", slots.is_loss_masked if at_own else slots.is_loss_masked & False),
         ("label-documents", slots.crossing if at_own else slots.crossing & False),
         ("label-padding", slots.in_padding if at_own else slots.in_padding & False),
     ):
         if found.any():
             where = _where(slots, found)
             words = f"{int(found.sum())} of {total} slots, {where}"
-            faults.append(Fault(name=name, measured=words, evidence=(("slots", int(found.sum())),)))
+            faults.append(FoundDeviation(name=name, measured=words, evidence=(("slots", int(found.sum())),)))
     if slots.missing.any():
         block, slot = (int(each) for each in slots.missing.nonzero()[0])
         words = f"{int(slots.missing.sum())} of {int(slots.expected.sum())} slots, the first at anchor "
         words += f"{int(slots.crafted.anchors[block])} slot {slot}"
         faults.append(
-            Fault(name="label-missing", measured=words, evidence=(("slots", int(slots.missing.sum())),))
+            FoundDeviation(
+                name="label-missing", measured=words, evidence=(("slots", int(slots.missing.sum())),)
+            )
         )
     return faults + _hole_faults(subject, slots)
 
@@ -255,33 +271,35 @@ _WORDS = {
 }
 
 
-def _hole_faults(subject: Subject, slots: Slots) -> list[Fault]:
+def _hole_faults(subject: ExaminedAdapter, slots: LabelledSlots) -> list[FoundDeviation]:
     share, declared = slots.share_behind, subject.recipe.block.past_holes
     if share != float(not declared) or slots.missing.any():
         return []
     words = f"{share:.0%} of {int(slots.behind.sum())} slots behind a hole are trained, "
     words += f"declared past_holes: {str(declared).lower()}"
-    return [Fault(name="label-holes", measured=words, evidence=(("share", share),))]
+    return [FoundDeviation(name="label-holes", measured=words, evidence=(("share", share),))]
 
 
-def _most(slots: Slots) -> int:
+def _most(slots: LabelledSlots) -> int:
     """How many slots are read at the common shift."""
     same = (slots.reading.place - slots.at.index == slots.shift) & (slots.reading.place >= 0)
-    return int((same & slots.counted).sum())
+    return int((same & slots.is_not_anchor).sum())
 
 
-def _where(slots: Slots, found: Tensor) -> str:
+def _where(slots: LabelledSlots, found: Tensor) -> str:
     first = int(found.nonzero()[0])
     anchor = int(slots.crafted.anchors[slots.at.block[first]])
     return f"the first at anchor {anchor} slot {int(slots.at.slot[first])}, trained on token {int(slots.place[first])}"
 
 
-def _sentence(subject: Subject, slots: Slots) -> str:
-    total = int(slots.counted.sum())
+def _sentence(subject: ExaminedAdapter, slots: LabelledSlots) -> str:
+    total = int(slots.is_not_anchor.sum())
     kind = _WORDS.get(slots.reading.kind, "something that is not recognised")
     shift = f" {slots.shift:+d}" if slots.shift else ""
     text = f"slot k is trained on {kind} for token anchor + k{shift} in {_most(slots)} of {total} slots"
-    crossing, padding, masked = (int(each.sum()) for each in (slots.crossing, slots.in_padding, slots.masked))
+    crossing, padding, masked = (
+        int(each.sum()) for each in (slots.crossing, slots.in_padding, slots.is_loss_masked)
+    )
     text += (
         f"; {crossing} cross into another document, {padding} into padding, {masked} stand on masked tokens"
     )
@@ -295,20 +313,20 @@ def _sentence(subject: Subject, slots: Slots) -> str:
     return text
 
 
-def _facts(slots: Slots) -> dict[str, Value]:
+def _facts(slots: LabelledSlots) -> dict[str, Value]:
     return {
         "labels.source": slots.reading.kind or None,
         "labels.offset": slots.shift,
-        "labels.slots": int(slots.counted.sum()),
+        "labels.slots": int(slots.is_not_anchor.sum()),
         "labels.crossing": int(slots.crossing.sum()),
         "labels.padding": int(slots.in_padding.sum()),
-        "labels.masked": int(slots.masked.sum()),
+        "labels.masked": int(slots.is_loss_masked.sum()),
         "labels.behind_holes": slots.share_behind,
         "labels.unread": int(slots.unread.sum()),
     }
 
 
-def _table(slots: Slots) -> Table:
+def _table(slots: LabelledSlots) -> Table:
     at, reading, anchors = slots.at, slots.reading, slots.crafted.anchors
     rows = [
         (

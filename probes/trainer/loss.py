@@ -27,21 +27,21 @@ Cost: two steps, one gradient, about seven products of [96, V] and [V, D] in flo
 
 from dataclasses import replace
 
-from parity.probes.base import Answer
-from parity.probes.instruments.loss.designed_row import Crafted, craft
-from parity.probes.instruments.loss.head_gradient import AtHead
-from parity.probes.instruments.loss.mixture import Fit
-from parity.probes.instruments.loss.other_heads import Heads, Trained, other_heads, trained_head
-from parity.probes.instruments.loss.slot_weights import Law, Slots
+from parity.probes.base import ProbeAnswer
+from parity.probes.instruments.loss.designed_row import DesignedBatch, design_batch
+from parity.probes.instruments.loss.head_gradient import HeadGradients
+from parity.probes.instruments.loss.mixture import MixtureFit
+from parity.probes.instruments.loss.other_heads import HeadPair, TrainedHead, other_heads, trained_head
+from parity.probes.instruments.loss.slot_weights import WeightedSlots, WeightLaw
 from parity.probes.instruments.loss.solve import (
     CERTAIN,
     SAME,
     SLICE,
-    Found,
-    Reading,
-    explained,
-    find,
-    read,
+    MixtureEstimate,
+    WeightLaws,
+    estimate_mixture,
+    find_weight_law,
+    is_explained,
     soft,
     term_of,
 )
@@ -57,34 +57,36 @@ from parity.probes.instruments.loss.words import (
     slot_table,
     term_table,
 )
-from parity.probes.subject import Fault, Subject, answer
+from parity.probes.subject import ExaminedAdapter, FoundDeviation, make_probe_answer
 from parity.reports.record import Value
 
 
-class Loss:
+class LossProbe:
     """Solves the gradient at the head's input."""
 
     name = "loss"
 
-    def run(self, subject: Subject) -> Answer:
+    def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a deviation, with tables of terms and of slots."""
         crafted, at = _at_head(subject)
         if not len(at):
-            return answer(self.name, "no slot gets a gradient", [_nothing(at)], facts={"loss.slots": 0})
+            return make_probe_answer(
+                self.name, "no slot gets a gradient", [_nothing(at)], facts={"loss.slots": 0}
+            )
         at, reading = _read(subject, crafted, at)
         trains, other = trained_head(subject, at.shown), None
-        if not reading.fit.explained or (crafted.slice and reading.teacher_from != SLICE):
+        if not reading.fit.choose_mixture_with_law or (crafted.slice and reading.teacher_from != SLICE):
             for heads in other_heads(subject, crafted.batch, at.shown):
                 again, beside = _at_head(subject, heads)
                 beside, tried = _read(subject, again, beside)
-                if tried.fit.explained and (again.slice is None or tried.teacher_from == SLICE):
+                if tried.fit.choose_mixture_with_law and (again.slice is None or tried.teacher_from == SLICE):
                     crafted, at, reading, other = again, beside, tried, heads
                     break
         own = _head_faults(trains, other)
-        if not reading.fit.explained:
+        if not reading.fit.choose_mixture_with_law:
             return _not_recognised(self.name, reading, len(at), own)
-        reading, law, slots = explained(subject, crafted, at, reading)
-        found = find(subject, crafted, at, reading, law)
+        reading, law, slots = is_explained(subject, crafted, at, reading)
+        found = find_weight_law(subject, crafted, at, reading, law)
         faults = [*own, *_deviations(subject, reading, law, found, slots)]
         wanted = subject.recipe.loss.reduction
         words = sentence(reading, law, found, slots, wanted)
@@ -92,7 +94,7 @@ class Loss:
         if trains or other:
             words += f"; {_head_words(trains, other)}"
             made["loss.head"] = "trains" if trains else "its own"
-        return answer(
+        return make_probe_answer(
             self.name,
             words,
             faults,
@@ -101,39 +103,47 @@ class Loss:
         )
 
 
-def _at_head(subject: Subject, heads: Heads | None = None) -> tuple[Crafted, AtHead]:
+def _at_head(subject: ExaminedAdapter, heads: HeadPair | None = None) -> tuple[DesignedBatch, HeadGradients]:
     """The row, and the step's gradient on it."""
-    crafted = craft(subject, heads=heads)
+    crafted = design_batch(subject, heads=heads)
     states = crafted.states.clone().requires_grad_(True)
     shown = subject.step(crafted.batch, states, anchors=crafted.anchors)
-    return crafted, AtHead.of(shown if heads is None else replace(shown, head=heads.draft))
+    return crafted, HeadGradients.of(shown if heads is None else replace(shown, head=heads.draft))
 
 
-def _read(subject: Subject, crafted: Crafted, at: AtHead) -> tuple[AtHead, Reading]:
+def _read(
+    subject: ExaminedAdapter, crafted: DesignedBatch, at: HeadGradients
+) -> tuple[HeadGradients, MixtureEstimate]:
     """With logits as they are, or rounded to the head's 16 bits where that explains more."""
-    reading, rounded = read(subject, crafted, at), at.rounded()
+    reading, rounded = estimate_mixture(subject, crafted, at), at.round_to_head_dtype()
     if rounded is not None:
-        other = read(subject, crafted, rounded)
+        other = estimate_mixture(subject, crafted, rounded)
         if other.fit.residual < reading.fit.residual:
             return rounded, other
     return at, reading
 
 
-def _nothing(at: AtHead) -> Fault:
+def _nothing(at: HeadGradients) -> FoundDeviation:
     words = f"0 of {at.shape[0] * at.shape[1]} slots have a gradient at the head's input"
-    return Fault(name="loss-none", measured=words)
+    return FoundDeviation(name="loss-none", measured=words)
 
 
 # --- against the recipe -----------------------------------------------------------------------------------
 
 
-def _declared_terms(subject: Subject) -> dict[str, float]:
+def _declared_terms(subject: ExaminedAdapter) -> dict[str, float]:
     """Shares, 0 to 1, by the recipe's names."""
     terms = subject.recipe.loss.terms
     return {name: value / sum(terms.values()) for name, value in terms.items()}
 
 
-def _deviations(subject: Subject, reading: Reading, law: Law, found: Found, slots: Slots) -> list[Fault]:
+def _deviations(
+    subject: ExaminedAdapter,
+    reading: MixtureEstimate,
+    law: WeightLaw,
+    found: WeightLaws,
+    slots: WeightedSlots,
+) -> list[FoundDeviation]:
     """What is other than declared, the mixture first."""
     return [
         *_term_faults(subject, reading, found),
@@ -143,7 +153,9 @@ def _deviations(subject: Subject, reading: Reading, law: Law, found: Found, slot
     ]
 
 
-def _term_faults(subject: Subject, reading: Reading, found: Found) -> list[Fault]:
+def _term_faults(
+    subject: ExaminedAdapter, reading: MixtureEstimate, found: WeightLaws
+) -> list[FoundDeviation]:
     faults = []
     declared, recipe = _declared_terms(subject), subject.recipe
     hard = {name.split(":")[1].rstrip("+-1") for name in reading.fit.shares if name.startswith("ce")}
@@ -155,7 +167,9 @@ def _term_faults(subject: Subject, reading: Reading, found: Found) -> list[Fault
     visible = soft(reading) or any("@" in name for name in reading.fit.shares)
     if visible and abs(heat - declared_heat) > SAME * declared_heat + CERTAIN * reading.heat_error:
         words = f"{heat:.4g} (standard error {reading.heat_error:.1g}), declared {declared_heat:g}"
-        faults.append(Fault(name="loss-temperature", measured=words, evidence=(("temperature", heat),)))
+        faults.append(
+            FoundDeviation(name="loss-temperature", measured=words, evidence=(("temperature", heat),))
+        )
     faults += _square_faults(found)
     off = {
         name: value - declared.get(name, 0.0)
@@ -166,15 +180,15 @@ def _term_faults(subject: Subject, reading: Reading, found: Found) -> list[Fault
         name = "loss-smoothing" if set(off) - set(declared) == {"smoothing"} else "loss-terms"
         words = f"{mixture_words(found.terms)}, declared {mixture_words(declared)}"
         evidence = tuple((f"share of {each}", shares[each]) for each in off)
-        faults.append(Fault(name=name, measured=words, evidence=evidence))
+        faults.append(FoundDeviation(name=name, measured=words, evidence=evidence))
     if "ce" in declared and hard and hard != {wanted}:
         words = f"cross-entropy on {' and '.join(sorted(origin(each) for each in hard))}, declared {origin(wanted)}"
         numbers = tuple((f"share on {name}", value) for name, value in reading.fit.shares.items())
-        faults.append(Fault(name="loss-label-source", measured=words, evidence=numbers))
+        faults.append(FoundDeviation(name="loss-label-source", measured=words, evidence=numbers))
     return faults
 
 
-def _square_faults(found: Found) -> list[Fault]:
+def _square_faults(found: WeightLaws) -> list[FoundDeviation]:
     """The factor of distillation on the soft terms."""
     if not found.squared:
         return []
@@ -182,14 +196,14 @@ def _square_faults(found: Found) -> list[Fault]:
     parts = " and ".join(mixture_words({name: 1.0}).removeprefix("100 % ") for name in found.squared)
     words = f"{parts} {'is' if len(found.squared) == 1 else 'are'} T^2 = {square:.4g} times what is declared"
     evidence = (("temperature squared", square), *((f"share of {k}", v) for k, v in found.terms.items()))
-    return [Fault(name="loss-temperature-squared", measured=words, evidence=evidence)]
+    return [FoundDeviation(name="loss-temperature-squared", measured=words, evidence=evidence)]
 
 
-def _names(fit: Fit) -> set[str]:
+def _names(fit: MixtureFit) -> set[str]:
     return {term_of(name) for name in fit.shares}
 
 
-def _weight_faults(subject: Subject, law: Law, slots: Slots) -> list[Fault]:
+def _weight_faults(subject: ExaminedAdapter, law: WeightLaw, slots: WeightedSlots) -> list[FoundDeviation]:
     """Of the law and its parameter."""
     weights, several = subject.recipe.loss.weights, len(set(slots.slot)) > 1
     if not several or law.kind == "per-block":
@@ -198,40 +212,46 @@ def _weight_faults(subject: Subject, law: Law, slots: Slots) -> list[Fault]:
     numbers = tuple((f"slot {k}", each) for k, each in profile(slots).items())
     kind_words = f"{law_words(law, slots)}, declared {declared_law(subject)}"
     if law.kind == "streak":
-        return [Fault(name="loss-streak", measured=kind_words, evidence=numbers)]
+        return [FoundDeviation(name="loss-streak", measured=kind_words, evidence=numbers)]
     if law.kind == "dpace-attached":
-        return [Fault(name="loss-weights-attached", measured=kind_words, evidence=numbers)]
+        return [FoundDeviation(name="loss-weights-attached", measured=kind_words, evidence=numbers)]
     if law.kind != weights.kind:
-        return [Fault(name="loss-weights", measured=kind_words, evidence=numbers)]
+        return [FoundDeviation(name="loss-weights", measured=kind_words, evidence=numbers)]
     if value is None:
         return []
     measured, error = law.parameters[name], law.errors.get(name, 0.0)
     if abs(measured - value) <= SAME * max(value, 0.1) + CERTAIN * error:
         return []
     words = f"{name} {measured:.4g} (standard error {error:.1g}), declared {value:g}"
-    return [Fault(name=f"loss-{name}", measured=words, evidence=((name, measured), *numbers))]
+    return [FoundDeviation(name=f"loss-{name}", measured=words, evidence=((name, measured), *numbers))]
 
 
-def _slot0_faults(found: Found) -> list[Fault]:
+def _slot0_faults(found: WeightLaws) -> list[FoundDeviation]:
     if not found.slot0:
         return []
     words = f"it weighs {found.slot0:.4g} of what slot 1 weighs"
-    return [Fault(name="loss-slot0", measured=words, evidence=(("weight of slot 0", found.slot0),))]
+    return [FoundDeviation(name="loss-slot0", measured=words, evidence=(("weight of slot 0", found.slot0),))]
 
 
-def _reduction_faults(subject: Subject, law: Law, found: Found) -> list[Fault]:
+def _reduction_faults(subject: ExaminedAdapter, law: WeightLaw, found: WeightLaws) -> list[FoundDeviation]:
     wanted = subject.recipe.loss.reduction
     if law.kind == "per-block":
         words = f"{law.note}, declared {reduction_words(wanted)}"
-        return [Fault(name="loss-reduction", measured=f"{words} (misfit {law.misfit:.2g} of its tolerance)")]
+        return [
+            FoundDeviation(
+                name="loss-reduction", measured=f"{words} (misfit {law.misfit:.2g} of its tolerance)"
+            )
+        ]
     if not law.fits or wanted in found.reductions:
         return []
     what = " or ".join(map(reduction_words, found.reductions)) or "not recognised"
     words = f"the sum is divided by {found.denominator:.5g} ({what}), declared {reduction_words(wanted)}"
-    return [Fault(name="loss-reduction", measured=words, evidence=(("denominator", found.denominator),))]
+    return [
+        FoundDeviation(name="loss-reduction", measured=words, evidence=(("denominator", found.denominator),))
+    ]
 
 
-def _head_words(trains: Trained | None, other: Heads | None) -> str:
+def _head_words(trains: TrainedHead | None, other: HeadPair | None) -> str:
     parts = []
     if other is not None:
         words = (
@@ -243,7 +263,7 @@ def _head_words(trains: Trained | None, other: Heads | None) -> str:
     return ", ".join(parts)
 
 
-def _head_faults(trains: Trained | None, other: Heads | None) -> list[Fault]:
+def _head_faults(trains: TrainedHead | None, other: HeadPair | None) -> list[FoundDeviation]:
     """The draft's head is not the target's frozen one."""
     if trains is None and other is None:
         return []
@@ -252,10 +272,12 @@ def _head_faults(trains: Trained | None, other: Heads | None) -> list[Fault]:
         numbers += [("rows", other.rows), ("change", other.change)]
     if trains is not None:
         numbers.append(("gradient", trains.gradient))
-    return [Fault(name="loss-head", measured=_head_words(trains, other), evidence=tuple(numbers))]
+    return [FoundDeviation(name="loss-head", measured=_head_words(trains, other), evidence=tuple(numbers))]
 
 
-def _not_recognised(name: str, reading: Reading, slots: int, own: list[Fault]) -> Answer:
+def _not_recognised(
+    name: str, reading: MixtureEstimate, slots: int, own: list[FoundDeviation]
+) -> ProbeAnswer:
     """No term is named where the gradients are not explained."""
     fit = reading.fit
     near = " + ".join(f"{share:.3g} {term}" for term, share in fit.shares.items())
@@ -263,6 +285,6 @@ def _not_recognised(name: str, reading: Reading, slots: int, own: list[Fault]) -
         f"the best mixture leaves {fit.residual:.2g} of the gradient of {slots} slots (limit {fit.limit:.1g})"
     )
     evidence = (("residual", fit.residual), ("limit", fit.limit), ("best mixture", near))
-    fault = Fault(name="loss-unrecognised", measured=words, evidence=evidence)
+    fault = FoundDeviation(name="loss-unrecognised", measured=words, evidence=evidence)
     numbers = {"loss.recognised": False, "loss.residual": fit.residual}
-    return answer(name, f"the loss is not recognised: {words}", [*own, fault], facts=numbers)
+    return make_probe_answer(name, f"the loss is not recognised: {words}", [*own, fault], facts=numbers)

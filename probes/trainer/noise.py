@@ -28,11 +28,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from parity.probes.adapters.base import Shown
-from parity.probes.base import Answer
-from parity.probes.instruments.noise.behind_fc import Behind, apart, behind, rounding
-from parity.probes.instruments.noise.draws import Shared, mean_of, shared
-from parity.probes.subject import Broken, Fault, Subject, answer, declared
+from parity.probes.adapters.base import AdapterStep
+from parity.probes.base import ProbeAnswer
+from parity.probes.instruments.noise.behind_fc import (
+    DownstreamNoise,
+    apart,
+    measure_downstream_noise,
+    rounding,
+)
+from parity.probes.instruments.noise.draws import SharedDraw, find_shared_draws, mean_of
+from parity.probes.subject import (
+    AdapterError,
+    ExaminedAdapter,
+    FoundDeviation,
+    list_fc_taps,
+    make_probe_answer,
+)
 from parity.reports.record import Chart, Column, Table, Value
 
 SEEDS = (11, 12, 13, 14)
@@ -48,24 +59,24 @@ STANDARD_ERRORS = 5.0
 """Limit of the statistical tests: a healthy run exceeds it once in two million."""
 
 
-class Noise:
+class NoiseProbe:
     """Compares steps that differ by the seed only."""
 
     name = "noise"
 
-    def run(self, subject: Subject) -> Answer:
+    def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding, and the table of signal to noise per slice."""
         batch = subject.batch
         states, anchors = subject.states(batch), subject.anchors(batch)
         real = batch.document >= 0
 
-        def step(seed: int, training: bool = True, states: Tensor = states) -> Shown:
+        def step(seed: int, training: bool = True, states: Tensor = states) -> AdapterStep:
             return subject.step(batch, states, anchors=anchors, seed=seed, training=training)
 
         with torch.no_grad():
             runs = [step(seed) for seed in SEEDS]
             again, evaluation = step(SEEDS[0]), [step(seed, training=False) for seed in SEEDS[:2]]
-        wanted = declared(subject.recipe)
+        wanted = list_fc_taps(subject.recipe)
         clean = _clean(subject, states, runs[0].fc_input, wanted)
         # What differs from the states in the same way under every seed is no noise: `inputs` names it.
         if torch.equal(evaluation[0].fc_input, evaluation[1].fc_input):
@@ -79,9 +90,13 @@ class Noise:
         table = _table(wanted, clean[real], slices, width)
         if max(stds) > 0 and kind != "none" and torch.equal(runs[0].fc_input, runs[1].fc_input):
             told = f"the same under seeds {SEEDS[0]} and {SEEDS[1]}"
-            raise Broken("step", "noise that follows the seed it is given", told)
+            raise AdapterError("step", "noise that follows the seed it is given", told)
         drawn = _draws(added, width)
-        alike = shared(drawn, SEEDS, batch.document[real], batch.position[real]) if max(stds) > 0 else []
+        alike = (
+            find_shared_draws(drawn, SEEDS, batch.document[real], batch.position[real])
+            if max(stds) > 0
+            else []
+        )
         faults = [
             *_size_faults(kind, std, stds, slices, clean[real], alike),
             *_shared_faults(kind, drawn, alike),
@@ -89,11 +104,14 @@ class Noise:
         seeded = torch.equal(again.fc_input, runs[0].fc_input)
         hidden = _behind(subject, step, states, runs, again, clean) if seeded else None
         faults += _behind_faults(hidden)
-        moved = _moved(runs)
+        moved = _seed_dependent(runs)
         if moved is not None:
             words = f"{moved[0]} move by up to {moved[1]:.3g} when only the seed changes"
             faults.insert(
-                0, Fault(name="noise-on-teacher", measured=words, evidence=(("largest change", moved[1]),))
+                0,
+                FoundDeviation(
+                    name="noise-on-teacher", measured=words, evidence=(("largest change", moved[1]),)
+                ),
             )
         still = max(float((out.fc_input.double() - clean)[real].abs().max()) for out in evaluation)
         drifts = 0.0 if still else apart(*evaluation)
@@ -103,10 +121,12 @@ class Noise:
             if drifts:
                 words = f"fc's input stays and the drafts move by {drifts:.3g} of their size with the seed"
             size = (("largest change", still),) if still else (("change of the drafts", drifts),)
-            faults.append(Fault(name="noise-in-evaluation", measured=words, evidence=size))
+            faults.append(FoundDeviation(name="noise-in-evaluation", measured=words, evidence=size))
         if not seeded:
             faults.append(
-                Fault(name="noise-unseeded", measured=f"seed {SEEDS[0]} twice gives two inputs of fc")
+                FoundDeviation(
+                    name="noise-unseeded", measured=f"seed {SEEDS[0]} twice gives two inputs of fc"
+                )
             )
         sentence = "no noise: fc's input and the drafts are the same under every seed"
         if max(stds) > 0:
@@ -127,9 +147,9 @@ class Noise:
         }
         if max(stds) > 0:
             facts["noise.shared"] = ", ".join(each.over for each in alike) or "no"
-        if hidden is not None and (hidden.told or hidden.found):
-            facts["noise.behind_fc"] = hidden.found
-        return answer(self.name, sentence, faults, facts=facts, tables=[table])
+        if hidden is not None and (hidden.has_power or hidden.is_found):
+            facts["noise.behind_fc"] = hidden.is_found
+        return make_probe_answer(self.name, sentence, faults, facts=facts, tables=[table])
 
 
 def _draws(added: list[Tensor], width: int) -> Tensor:
@@ -137,7 +157,7 @@ def _draws(added: list[Tensor], width: int) -> Tensor:
     return torch.stack([each.unflatten(1, (-1, width)) for each in added])
 
 
-def _shared_faults(kind: str, drawn: Tensor, alike: list[Shared]) -> list[Fault]:
+def _shared_faults(kind: str, drawn: Tensor, alike: list[SharedDraw]) -> list[FoundDeviation]:
     """Noise that is declared, and is not a draw around 0 for every place."""
     if kind == "none" or not drawn.any():
         return []
@@ -145,9 +165,11 @@ def _shared_faults(kind: str, drawn: Tensor, alike: list[Shared]) -> list[Fault]
     largest = max((abs(each.correlation) for each in alike), default=0.0)
     if abs(mean) > limit and mean**2 > largest / 2:  # a mean is what all places have in common
         words = f"a mean of {mean:.3f} of its size (limit {limit:.2g}), declared noise has none"
-        return [Fault(name="noise-kind", measured=words, evidence=(("mean", mean), ("limit", limit)))]
+        return [
+            FoundDeviation(name="noise-kind", measured=words, evidence=(("mean", mean), ("limit", limit)))
+        ]
     return [
-        Fault(
+        FoundDeviation(
             name="noise-shared",
             measured=each.words,
             evidence=(("correlation", each.correlation), ("limit", each.limit)),
@@ -157,17 +179,17 @@ def _shared_faults(kind: str, drawn: Tensor, alike: list[Shared]) -> list[Fault]
 
 
 def _behind(
-    subject: Subject,
-    step: Callable[..., Shown],
+    subject: ExaminedAdapter,
+    step: Callable[..., AdapterStep],
     states: Tensor,
-    runs: list[Shown],
-    again: Shown,
+    runs: list[AdapterStep],
+    again: AdapterStep,
     clean: Tensor,
-) -> Behind | None:
+) -> DownstreamNoise | None:
     """What moves the drafts behind fc's input; None where nothing does and nothing could hide it."""
     real, repeated = subject.batch.document >= 0, apart(runs[0], again)
 
-    def quiet(states: Tensor, seed: int) -> Shown:
+    def quiet(states: Tensor, seed: int) -> AdapterStep:
         with torch.no_grad():
             return step(seed, states=states)
 
@@ -180,19 +202,19 @@ def _behind(
             )
         by_order = REPEATS * min(by_order, ROUGHEST)
         if repeated > by_order:
-            return Behind(moved=repeated, limit=by_order, whole=whole)
+            return DownstreamNoise(moved=repeated, limit=by_order, whole=whole)
     if torch.equal(runs[0].fc_input, runs[1].fc_input):
         moved = whole if whole > REPEATS * repeated else 0.0
-        return Behind(moved=moved, limit=0.0, whole=whole) if moved else None
-    found = behind(quiet, states, runs, SEEDS, real, clean)
+        return DownstreamNoise(moved=moved, limit=0.0, whole=whole) if moved else None
+    found = measure_downstream_noise(quiet, states, runs, SEEDS, real, clean)
     return replace(found, limit=max(found.limit, REPEATS * repeated))
 
 
-def _behind_words(found: Behind) -> str:
-    if found.found:
+def _behind_words(found: DownstreamNoise) -> str:
+    if found.is_found:
         return f"behind fc's input {found.moved:.3g} of the drafts moves with the seed"
     words = f"behind fc's input nothing moves the drafts by more than {max(found.moved, found.limit):.2g} of their size"
-    if not found.told:
+    if not found.has_power:
         words = (
             "what moves behind fc's input with the seed could not be told: it would show above "
             f"{found.limit:.2g} of the drafts' size, and the noise at fc's input moves them by {found.whole:.2g}"
@@ -200,20 +222,20 @@ def _behind_words(found: Behind) -> str:
     return words
 
 
-def _behind_faults(found: Behind | None) -> list[Fault]:
-    if found is None or not found.found:
+def _behind_faults(found: DownstreamNoise | None) -> list[FoundDeviation]:
+    if found is None or not found.is_found:
         return []
     words = f"with the same input of fc the drafts move by {found.moved:.3g} of their size"
     words += f", rounding by up to {found.limit:.2g}" if found.limit else ""
     numbers = (("change of the drafts", found.moved), ("limit", found.limit))
-    return [Fault(name="noise-behind-fc", measured=words, evidence=numbers)]
+    return [FoundDeviation(name="noise-behind-fc", measured=words, evidence=numbers)]
 
 
 def _mean(values: list[float]) -> float:
     return math.sqrt(sum(value**2 for value in values) / len(values)) if values else 0.0
 
 
-def _clean(subject: Subject, states: Tensor, fc_input: Tensor, wanted: tuple[str, ...]) -> Tensor:
+def _clean(subject: ExaminedAdapter, states: Tensor, fc_input: Tensor, wanted: tuple[str, ...]) -> Tensor:
     """[S, F] in float64: the declared slices side by side, cut or filled up to what fc is really fed."""
     order = [subject.adapter.slices.index(name) for name in wanted if name in subject.adapter.slices]
     width = subject.adapter.width
@@ -222,7 +244,7 @@ def _clean(subject: Subject, states: Tensor, fc_input: Tensor, wanted: tuple[str
     return states[:, order].detach().to(fc_input.dtype).flatten(1).double()
 
 
-def _moved(runs: list[Shown]) -> tuple[str, float] | None:
+def _seed_dependent(runs: list[AdapterStep]) -> tuple[str, float] | None:
     """What of the labels' side depends on the seed, and by how much."""
     for what in ("teacher", "labels"):
         values = [getattr(run, what) for run in runs]
@@ -234,28 +256,36 @@ def _moved(runs: list[Shown]) -> tuple[str, float] | None:
 
 
 def _size_faults(
-    kind: str, std: float, stds: list[float], slices: list[Tensor], clean: Tensor, alike: list[Shared]
-) -> list[Fault]:
+    kind: str, std: float, stds: list[float], slices: list[Tensor], clean: Tensor, alike: list[SharedDraw]
+) -> list[FoundDeviation]:
     """Faults of amount and distribution."""
     largest, width = max(stds), slices[0].shape[1]
     copies = math.prod(1 + abs(each.correlation) * (each.copies - 1) for each in alike)
     if kind == "none":
         words = f"std {largest:.4g} is added to fc's input"
         return (
-            [Fault(name="noise-undeclared", measured=words, evidence=(("std", largest),))] if largest else []
+            [FoundDeviation(name="noise-undeclared", measured=words, evidence=(("std", largest),))]
+            if largest
+            else []
         )
     if largest == 0:
-        return [Fault(name="noise-missing", measured=f"std {std:g} is declared and fc's input never moves")]
+        return [
+            FoundDeviation(
+                name="noise-missing", measured=f"std {std:g} is declared and fc's input never moves"
+            )
+        ]
     silent = [index for index, value in enumerate(stds) if value == 0]
     if silent:
-        return [Fault(name="noise-slices", measured=f"slices {silent} of {len(stds)} get none")]
+        return [FoundDeviation(name="noise-slices", measured=f"slices {silent} of {len(stds)} get none")]
     rounding = [_rounding(clean[:, at * width : (at + 1) * width]) for at in range(len(stds))]
     for index, (value, each) in enumerate(zip(stds, slices, strict=True)):
         error = std * math.sqrt((KURTOSIS[kind] - 1) / (4 * max(1.0, each.numel() / copies)))
         limit = STANDARD_ERRORS * error + rounding[index]
         if abs(value - std) > limit:
             words = f"{value:.4g} on slice {index}, declared {std:g} (limit {limit:.2g})"
-            return [Fault(name="noise-std", measured=words, evidence=(("std", value), ("limit", limit)))]
+            return [
+                FoundDeviation(name="noise-std", measured=words, evidence=(("std", value), ("limit", limit)))
+            ]
     if alike:
         return []  # too few independent values for a fourth moment
     whole = torch.cat([each.flatten() for each in slices])
@@ -263,7 +293,7 @@ def _size_faults(
     error = KURTOSIS_ERROR[kind] / math.sqrt(len(whole))
     if max(rounding) < std / 10 and abs(kurtosis - KURTOSIS[kind]) > STANDARD_ERRORS * error:
         words = f"kurtosis {kurtosis:.3f}, {kind} noise has {KURTOSIS[kind]}"
-        return [Fault(name="noise-kind", measured=words, evidence=(("kurtosis", kurtosis),))]
+        return [FoundDeviation(name="noise-kind", measured=words, evidence=(("kurtosis", kurtosis),))]
     return []
 
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from parity.probes.base import Answer
-from parity.probes.subject import Broken, Fault, Subject, answer
+from parity.probes.base import ProbeAnswer
+from parity.probes.subject import AdapterError, ExaminedAdapter, FoundDeviation, make_probe_answer
 from parity.reports.record import Value
 
 STEPS, BREAK = 4, 2
@@ -36,23 +36,23 @@ RATES = ("lr", "learning_rate")
 SLIGHT = 1e-3
 """Share of the loss below which a difference is rounding and not another batch or other anchors."""
 
-Step = Mapping[str, Any]
+ResumeStep = Mapping[str, Any]
 
 
-class Resume:
+class ResumeProbe:
     """Two runs, one interrupted."""
 
     name = "resume"
 
-    def run(self, subject: Subject) -> Answer:
+    def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a fault."""
         with tempfile.TemporaryDirectory(prefix="parity-resume-") as folder:
-            runs = _Runs(subject, Path(folder))
+            runs = _ShortRuns(subject, Path(folder))
             whole = runs.once("whole", STEPS)
             if len(whole) <= BREAK:
-                raise Broken("run", f"{STEPS} steps", f"{len(whole)}")
+                raise AdapterError("run", f"{STEPS} steps", f"{len(whole)}")
             first, second = runs.once("broken", BREAK), runs.once("broken", len(whole))
-            fault = _unequal(whole, first) or _continued(runs, whole, second)
+            fault = _unequal(whole, first) or _check_continued(runs, whole, second)
         losses = [step["loss"] for step in whole]
         equal = sum(a["loss"] == b["loss"] for a, b in zip(whole, [*first, *second], strict=False))
         words = (
@@ -60,33 +60,33 @@ class Resume:
             f" ({losses[0]:.6g} to {losses[-1]:.6g})"
         )
         facts: dict[str, Value] = {"resume.steps": len(losses), "resume.equal": equal}
-        return answer(self.name, words, [fault] if fault else [], facts=facts)
+        return make_probe_answer(self.name, words, [fault] if fault else [], facts=facts)
 
 
-class _Runs:
+class _ShortRuns:
     """Short runs of the trainer, each in a folder of its own."""
 
-    def __init__(self, subject: Subject, folder: Path) -> None:
+    def __init__(self, subject: ExaminedAdapter, folder: Path) -> None:
         self.subject, self.folder = subject, folder
 
-    def once(self, name: str, until: int) -> list[Step]:
+    def once(self, name: str, until: int) -> list[ResumeStep]:
         """Go on in the folder of that name up to step `until`: the steps made now."""
         folder = self.folder / name
-        with self.subject.unmoved("run"), torch.random.fork_rng():
+        with self.subject.guard_adapter_call("run"), torch.random.fork_rng():
             made = self.subject.adapter.run(folder, until)
         steps = [each if isinstance(each, Mapping) else {"loss": float(each)} for each in made]
         if any("loss" not in each for each in steps):
-            raise Broken("run", "a loss for each step", f"{sorted(steps[0])}")
+            raise AdapterError("run", "a loss for each step", f"{sorted(steps[0])}")
         return steps
 
-    def gap(self, after: int, whole: Sequence[Step]) -> float:
+    def gap(self, after: int, whole: Sequence[ResumeStep]) -> float:
         """How much too high the first loss is after an interruption after so many steps."""
         self.once(f"broken-{after}", after)
         resumed = self.once(f"broken-{after}", after + 1)
         return float(resumed[0]["loss"]) - float(whole[after]["loss"]) if resumed else 0.0
 
 
-def _unequal(whole: Sequence[Step], first: Sequence[Step]) -> Fault | None:
+def _unequal(whole: Sequence[ResumeStep], first: Sequence[ResumeStep]) -> FoundDeviation | None:
     """Two uninterrupted runs that differ."""
     for number, (one, two) in enumerate(zip(whole, first, strict=False)):
         if one["loss"] != two["loss"]:
@@ -94,18 +94,22 @@ def _unequal(whole: Sequence[Step], first: Sequence[Step]) -> Fault | None:
             words = (
                 f"step {number + 1} has loss {one['loss']:.9g} and {two['loss']:.9g} in two runs of one seed"
             )
-            return Fault(name="run-not-deterministic", measured=words, evidence=(("difference", gap),))
+            return FoundDeviation(
+                name="run-not-deterministic", measured=words, evidence=(("difference", gap),)
+            )
     return None
 
 
-def _continued(runs: _Runs, whole: Sequence[Step], second: Sequence[Step]) -> Fault | None:
+def _check_continued(
+    runs: _ShortRuns, whole: Sequence[ResumeStep], second: Sequence[ResumeStep]
+) -> FoundDeviation | None:
     """What was not restored."""
     wanted = whole[BREAK:]
     if len(second) != len(wanted):
         again = [step["loss"] for step in second[:BREAK]] == [step["loss"] for step in whole[:BREAK]]
         words = f"{len(second)} steps were made after the interruption, {len(wanted)} were left"
         words += ", with the losses of the first ones" if again else ""
-        return Fault(name="resume-restart", measured=words, evidence=(("steps", len(second)),))
+        return FoundDeviation(name="resume-restart", measured=words, evidence=(("steps", len(second)),))
     off = [number for number, (a, b) in enumerate(zip(wanted, second, strict=True)) if a["loss"] != b["loss"]]
     if not off:
         return None
@@ -114,8 +118,8 @@ def _continued(runs: _Runs, whole: Sequence[Step], second: Sequence[Step]) -> Fa
     words = f"step {BREAK + off[0] + 1} has loss {two['loss']:.9g} instead of {one['loss']:.9g}"
     evidence: tuple[tuple[str, Value], ...] = (("step", BREAK + off[0] + 1), ("difference", gap))
 
-    def fault(name: str, more: str = "") -> Fault:
-        return Fault(name=name, measured=f"{words}{more}", evidence=evidence)
+    def fault(name: str, more: str = "") -> FoundDeviation:
+        return FoundDeviation(name=name, measured=f"{words}{more}", evidence=evidence)
 
     rate = _differs(wanted, second, RATES)
     if rate and off[0] > 0:
@@ -128,7 +132,7 @@ def _continued(runs: _Runs, whole: Sequence[Step], second: Sequence[Step]) -> Fa
     return _by_breaks(runs, fault)
 
 
-def _differs(wanted: Sequence[Step], found: Sequence[Step], names: Sequence[str]) -> str:
+def _differs(wanted: Sequence[ResumeStep], found: Sequence[ResumeStep], names: Sequence[str]) -> str:
     """The first logged value of these names that differs, in words; empty where none does."""
     for one, two in zip(wanted, found, strict=True):
         for name in names:
@@ -137,7 +141,7 @@ def _differs(wanted: Sequence[Step], found: Sequence[Step], names: Sequence[str]
     return ""
 
 
-def _by_breaks(runs: _Runs, fault: Callable[[str, str], Fault]) -> Fault:
+def _by_breaks(runs: _ShortRuns, fault: Callable[[str, str], FoundDeviation]) -> FoundDeviation:
     """Weights or a random state, by interruptions after other numbers of steps."""
     whole = runs.once("longer", LONGER)
     gaps = {number: runs.gap(number, whole) for number in BREAKS if number < len(whole)}

@@ -14,29 +14,31 @@ import torch
 from torch import Tensor
 
 from parity.model.dflash.mask import PADDING
-from parity.probes.adapters.base import Missing, Shown
-from parity.probes.base import Answer
-from parity.probes.subject import Fault, Subject, answer, declared
+from parity.probes.adapters.base import AdapterStep, NotExposed
+from parity.probes.base import ProbeAnswer
+from parity.probes.subject import ExaminedAdapter, FoundDeviation, list_fc_taps, make_probe_answer
 from parity.reports.record import Column, Table, Value
 
 GRIDS = (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
 """Narrower dtypes, narrowest first."""
-STEP = ("loss", "hidden", "head", "anchors", "fc_input", "labels", "teacher")
+STEP_TENSORS = ("loss", "hidden", "head", "anchors", "fc_input", "labels", "teacher")
 
 
-class Shapes:
+class ShapesProbe:
     """Looks at every tensor."""
 
     name = "shapes"
 
-    def run(self, subject: Subject) -> Answer:
+    def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a deviation, with the table of tensors."""
-        shown, why_not = subject.shown, ""
-        tensors = {f"step.{name}": getattr(shown, name) for name in STEP if getattr(shown, name) is not None}
+        shown, why_not = subject.step_output, ""
+        tensors = {
+            f"step.{name}": getattr(shown, name) for name in STEP_TENSORS if getattr(shown, name) is not None
+        }
         faults = [*_step_faults(subject, shown)]
         try:
-            states = subject.captured
-        except Missing as missing:
+            states = subject.captured_states
+        except NotExposed as missing:
             states, why_not = None, f"; the adapter does not show {missing.args[0]}"
         if states is not None:
             slices = {f"captured.{tap}": states[:, n] for n, tap in enumerate(subject.adapter.slices)}
@@ -53,10 +55,10 @@ class Shapes:
             "shapes.hidden_dtype": str(shown.hidden.dtype).removeprefix("torch."),
             "shapes.states_dtype": None if states is None else str(states.dtype).removeprefix("torch."),
         }
-        return answer(self.name, sentence + why_not, faults, facts=facts, tables=[_table(tensors)])
+        return make_probe_answer(self.name, sentence + why_not, faults, facts=facts, tables=[_table(tensors)])
 
 
-def _features(subject: Subject, shown: Shown) -> str:
+def _features(subject: ExaminedAdapter, shown: AdapterStep) -> str:
     width = subject.adapter.width
     features = shown.fc_input.shape[1]
     return f"{features // width} x {width}" if features % width == 0 else str(features)
@@ -66,47 +68,55 @@ def _finite(tensor: Tensor) -> bool:
     return bool(tensor.detach().isfinite().all())
 
 
-def _step_faults(subject: Subject, shown: Shown) -> list[Fault]:
+def _step_faults(subject: ExaminedAdapter, shown: AdapterStep) -> list[FoundDeviation]:
     faults = _not_finite(shown, "synthetic states")
-    want, have = len(declared(subject.recipe)) * subject.adapter.width, shown.fc_input.shape[1]
+    want, have = len(list_fc_taps(subject.recipe)) * subject.adapter.width, shown.fc_input.shape[1]
     if have != want:
-        words = f"{have} features, declared {len(declared(subject.recipe))} slices of {subject.adapter.width}"
+        words = (
+            f"{have} features, declared {len(list_fc_taps(subject.recipe))} slices of {subject.adapter.width}"
+        )
         faults.append(
-            Fault(name="fc-width", measured=words, evidence=(("features", have), ("declared", want)))
+            FoundDeviation(name="fc-width", measured=words, evidence=(("features", have), ("declared", want)))
         )
     enters, states = shown.fc_input.detach(), subject.shown_states.detach()
     grid, own = _grid(enters) or enters.dtype, _grid(states) or states.dtype
     if _finite(enters) and _bits(grid) < _bits(own):
         words = f"{enters.numel()} values of fc's input have the precision of {_name(grid)}, the states {_name(own)}'s"
         faults.append(
-            Fault(name="fc-rounded", measured=words, evidence=(("values", shown.fc_input.numel()),))
+            FoundDeviation(name="fc-rounded", measured=words, evidence=(("values", shown.fc_input.numel()),))
         )
     if shown.labels is not None and int(shown.labels.max()) >= len(shown.head):
         words = f"label {int(shown.labels.max())}, the head has {len(shown.head)} rows"
         faults.append(
-            Fault(name="labels-range", measured=words, evidence=(("label", int(shown.labels.max())),))
+            FoundDeviation(
+                name="labels-range", measured=words, evidence=(("label", int(shown.labels.max())),)
+            )
         )
     return faults
 
 
-def _not_finite(shown: Shown, what: str) -> list[Fault]:
+def _not_finite(shown: AdapterStep, what: str) -> list[FoundDeviation]:
     """Tensors of a step that hold other things than numbers."""
-    bad = [name for name in STEP if getattr(shown, name) is not None and not _finite(getattr(shown, name))]
+    bad = [
+        name
+        for name in STEP_TENSORS
+        if getattr(shown, name) is not None and not _finite(getattr(shown, name))
+    ]
     if not bad:
         return []
     counts = [(name, int((~getattr(shown, name).detach().isfinite()).sum())) for name in bad]
     words = f"on {what}: " + ", ".join(f"{count} values of {name}" for name, count in counts)
-    return [Fault(name="step-not-finite", measured=words, evidence=tuple(counts))]
+    return [FoundDeviation(name="step-not-finite", measured=words, evidence=tuple(counts))]
 
 
-def _on_captured(subject: Subject, states: Tensor) -> list[Fault]:
+def _on_captured(subject: ExaminedAdapter, states: Tensor) -> list[FoundDeviation]:
     """A step on the states as they are captured, which may be larger than synthetic ones."""
     batch = subject.batch
     states = states.detach().clone().requires_grad_(True)
     return _not_finite(subject.step(batch, states, anchors=subject.anchors(batch)), "captured states")
 
 
-def _captured_faults(subject: Subject, states: Tensor) -> list[Fault]:
+def _captured_faults(subject: ExaminedAdapter, states: Tensor) -> list[FoundDeviation]:
     """What is wrong with the captured slices by their values alone."""
     batch = subject.batch
     real = batch.document != PADDING
@@ -116,21 +126,23 @@ def _captured_faults(subject: Subject, states: Tensor) -> list[Fault]:
     if not finite.all():
         words = f"{int((~finite).sum())} of {finite.numel()} rows, the first {_where(subject, ~finite, real)}"
         faults.append(
-            Fault(name="states-not-finite", measured=words, evidence=(("rows", int((~finite).sum())),))
+            FoundDeviation(
+                name="states-not-finite", measured=words, evidence=(("rows", int((~finite).sum())),)
+            )
         )
     zero = (rows == 0).all(-1)
     constant = (rows == rows[..., :1]).all(-1) & ~zero
     for name, found in (("states-zero", zero), ("states-constant", constant)):
         if found.any():
             words = f"{int(found.sum())} of {found.numel()} rows, the first {_where(subject, found, real)}"
-            faults.append(Fault(name=name, measured=words, evidence=(("rows", int(found.sum())),)))
-    repeated = _repeated(rows) & ~zero & ~constant
+            faults.append(FoundDeviation(name=name, measured=words, evidence=(("rows", int(found.sum())),)))
+    repeated = _repeats_earlier(rows) & ~zero & ~constant
     if repeated.any():
         words = (
             f"{int(repeated.sum())} of {repeated.numel()} rows, the first {_where(subject, repeated, real)}"
         )
         faults.append(
-            Fault(name="states-repeated", measured=words, evidence=(("rows", int(repeated.sum())),))
+            FoundDeviation(name="states-repeated", measured=words, evidence=(("rows", int(repeated.sum())),))
         )
     if faults:
         return faults
@@ -142,22 +154,24 @@ def _captured_faults(subject: Subject, states: Tensor) -> list[Fault]:
         if narrower or (coarse is not None and _bits(coarse) < _bits(declared_dtype)):
             have = _name(states.dtype if narrower or coarse is None else coarse)
             words = f"{tokens * rows.shape[1]} rows with the precision of {have}, declared {wanted}"
-            faults.append(Fault(name="states-dtype", measured=words, evidence=(("dtype", have),)))
+            faults.append(FoundDeviation(name="states-dtype", measured=words, evidence=(("dtype", have),)))
         elif _bits(states.dtype) == _bits(declared_dtype) and states.dtype != declared_dtype:
             words = f"states of {tokens} tokens are {_name(states.dtype)}, declared {wanted}"
             faults.append(
-                Fault(name="states-dtype", measured=words, evidence=(("dtype", _name(states.dtype)),))
+                FoundDeviation(
+                    name="states-dtype", measured=words, evidence=(("dtype", _name(states.dtype)),)
+                )
             )
     return faults
 
 
-def _where(subject: Subject, found: Tensor, real: Tensor) -> str:
+def _where(subject: ExaminedAdapter, found: Tensor, real: Tensor) -> str:
     """Token and tap of the first row."""
     token, number = (int(each) for each in found.nonzero()[0])
     return f"at token {int(real.nonzero()[token])} of {subject.adapter.slices[number]}"
 
 
-def _repeated(rows: Tensor) -> Tensor:
+def _repeats_earlier(rows: Tensor) -> Tensor:
     """bool [tokens, N]: the row is an earlier token's of the same slice, bit for bit."""
     found = torch.zeros(rows.shape[:2], dtype=torch.bool)
     for number in range(rows.shape[1]):

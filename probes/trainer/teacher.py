@@ -28,19 +28,19 @@ import torch
 from torch import Tensor
 
 from parity.model.dflash.mask import PADDING
-from parity.probes.adapters.base import Missing, Reference, Shown
-from parity.probes.base import Answer
-from parity.probes.instruments.loss.designed_row import Crafted
+from parity.probes.adapters.base import AdapterStep, NotExposed, TargetReference
+from parity.probes.base import ProbeAnswer
+from parity.probes.instruments.loss.designed_row import DesignedBatch
 from parity.probes.instruments.loss.head_gradient import (
-    FINAL,
-    AtHead,
+    FINAL_STATES,
+    HeadGradients,
     TeacherSlice,
     draft_ids,
     teacher_slice,
     wide,
 )
-from parity.probes.instruments.loss.labels import read
-from parity.probes.subject import Fault, Subject, answer, one
+from parity.probes.instruments.loss.labels import estimate_labels
+from parity.probes.subject import ExaminedAdapter, FoundDeviation, make_probe_answer, one
 from parity.reports.record import Column, Table, Value
 
 KL = 1e-6
@@ -55,7 +55,7 @@ SHIFTS = (0, 1, -1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distance:
+class LogitDistance:
     """How far logits are from the target's own."""
 
     agreement: float
@@ -72,21 +72,21 @@ class Distance:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Setting:
+class TeacherSetup:
     """What everything is held against."""
 
-    reference: Reference
+    reference: TargetReference
     slice: TeacherSlice
     rows: Tensor
     """[V] the target's ids of the draft's vocabulary."""
-    limit: Distance
+    limit: LogitDistance
     """What rounding alone does."""
 
     @cached_property
     def own(self) -> Tensor:
         """[S, V] on the draft's vocabulary: the target's logits, or where the recipe declares another state than the
         final one, that state through norm and head."""
-        if self.slice.tap in FINAL:
+        if self.slice.tap in FINAL_STATES:
             return self.reference.logits.double().cpu()[:, self.rows]
         states = self.reference.states[self.slice.tap][:, None].expand(-1, self.slice.number + 1, -1)
         return self.slice.logits(states, self.head)
@@ -97,19 +97,19 @@ class Setting:
         head = wide(self.reference.head)
         return head if torch.equal(self.rows, torch.arange(len(head))) else head[self.rows]
 
-    def fits(self, distance: Distance) -> bool:
+    def fits(self, distance: LogitDistance) -> bool:
         """Whether a distance is rounding. Where KL is that small, other argmaxes are ties."""
         if distance.kl == distance.kl:
             return distance.kl <= max(KL, ROUNDINGS * self.limit.kl)
         return distance.agreement >= min(AGREES, self.limit.agreement)
 
 
-class Teacher:
+class TeacherProbe:
     """Holds the teacher's logits against the target's."""
 
     name = "teacher"
 
-    def run(self, subject: Subject) -> Answer:
+    def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a deviation."""
         if not subject.recipe.needs_teacher:
             words = "the recipe trains on the data's tokens and uses no teacher"
@@ -119,15 +119,15 @@ class Teacher:
                 words,
                 next_step="nothing: there is no teacher to hold against the target",
             )
-        reference = subject.referenced
+        reference = subject.target_reference
         where, why_not = teacher_slice(subject, subject.batch)
         if where is None:
-            raise Missing(f"capture (a teacher slice: {why_not})")
+            raise NotExposed(f"capture (a teacher slice: {why_not})")
         shown, states = _step(subject, reference)
         setting = _setting(subject, reference, where, shown, states)
-        if isinstance(setting, Fault):
-            return answer(self.name, "the head's rows are not the target's", [setting])
-        faults: list[Fault] = []
+        if isinstance(setting, FoundDeviation):
+            return make_probe_answer(self.name, "the head's rows are not the target's", [setting])
+        faults: list[FoundDeviation] = []
         rows: list[tuple[Value, ...]] = []
         captured = _capture(subject, setting)
         if captured is not None:
@@ -150,31 +150,35 @@ class Teacher:
                 "teacher.capture_agreement": captured[0].agreement,
                 "teacher.capture_kl": captured[0].kl,
             }
-        return answer(self.name, sentence, faults, facts=facts, tables=[_table(rows, setting)])
+        return make_probe_answer(self.name, sentence, faults, facts=facts, tables=[_table(rows, setting)])
 
 
-def _step(subject: Subject, reference: Reference) -> tuple[Shown, Tensor]:
+def _step(subject: ExaminedAdapter, reference: TargetReference) -> tuple[AdapterStep, Tensor]:
     """One step on the target's own states [S, N, D], whatever the capture delivers."""
     missing = [tap for tap in subject.adapter.slices if tap not in reference.states]
     if missing:
-        raise Missing(f"reference (states of {', '.join(missing)})")
+        raise NotExposed(f"reference (states of {', '.join(missing)})")
     states = torch.stack([reference.states[tap] for tap in subject.adapter.slices], dim=1)
     states = states.to(subject.adapter.dtype).detach().clone().requires_grad_(True)
     return subject.step(subject.batch, states, anchors=subject.anchors(subject.batch)), states
 
 
 def _setting(
-    subject: Subject, reference: Reference, where: TeacherSlice, shown: Shown, states: Tensor
-) -> Setting | Fault:
+    subject: ExaminedAdapter,
+    reference: TargetReference,
+    where: TeacherSlice,
+    shown: AdapterStep,
+    states: Tensor,
+) -> TeacherSetup | FoundDeviation:
     """The target on the draft's vocabulary, and what rounding does to its own logits."""
     ids = draft_ids(subject, shown, subject.batch)
     if ids is None:
         words = f"{len(shown.head)} rows of the draft's head, of which not every one is a row of the target's"
-        return Fault(name="teacher-head", measured=words, evidence=(("rows", len(shown.head)),))
+        return FoundDeviation(name="teacher-head", measured=words, evidence=(("rows", len(shown.head)),))
     rows = torch.full((len(shown.head),), -1)
     rows[ids[ids >= 0]] = (ids >= 0).nonzero().squeeze(-1)
-    setting = Setting(
-        reference=reference, slice=where, rows=rows, limit=Distance(agreement=1.0, kl=0.0, count=0)
+    setting = TeacherSetup(
+        reference=reference, slice=where, rows=rows, limit=LogitDistance(agreement=1.0, kl=0.0, count=0)
     )
     real = subject.batch.document != PADDING
     dtype = shown.head.dtype
@@ -184,27 +188,29 @@ def _setting(
         rounded = (normed.to(dtype) @ reference.head.to(dtype)[rows].T).double()
     exact = where.logits(states, setting.head)
     both = [_distance(each[real], setting.own[real]) for each in (rounded, exact)]
-    limit = Distance(
+    limit = LogitDistance(
         agreement=min(each.agreement for each in both),
         kl=max(each.kl for each in both),
         count=int(real.sum()),
     )
-    return Setting(reference=reference, slice=where, rows=rows, limit=limit)
+    return TeacherSetup(reference=reference, slice=where, rows=rows, limit=limit)
 
 
-def _distance(logits: Tensor, own: Tensor) -> Distance:
+def _distance(logits: Tensor, own: Tensor) -> LogitDistance:
     """Of logits [n, V] from the target's."""
     log_p, log_q = own.double().log_softmax(-1), logits.double().log_softmax(-1)
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)
     same = logits.argmax(-1) == own.argmax(-1)
-    return Distance(agreement=float(same.double().mean()), kl=float(kl.mean()), count=len(own))
+    return LogitDistance(agreement=float(same.double().mean()), kl=float(kl.mean()), count=len(own))
 
 
-def _capture(subject: Subject, setting: Setting) -> tuple[Distance, list[Fault]] | None:
+def _capture(
+    subject: ExaminedAdapter, setting: TeacherSetup
+) -> tuple[LogitDistance, list[FoundDeviation]] | None:
     """The captured slice through the declared norm and the target's head; None where no capture is shown."""
     try:
-        states = subject.captured
-    except Missing:
+        states = subject.captured_states
+    except NotExposed:
         return None
     real = subject.batch.document != PADDING
     own = setting.own
@@ -218,8 +224,8 @@ def _capture(subject: Subject, setting: Setting) -> tuple[Distance, list[Fault]]
 
 
 def _trainer(
-    subject: Subject, setting: Setting, shown: Shown, states: Tensor
-) -> tuple[Distance, list[Fault]]:
+    subject: ExaminedAdapter, setting: TeacherSetup, shown: AdapterStep, states: Tensor
+) -> tuple[LogitDistance, list[FoundDeviation]]:
     """What the step makes of the target's own states."""
     batch, anchors = subject.batch, shown.anchors.cpu()
     index = anchors[:, None] + torch.arange(subject.block)
@@ -230,7 +236,7 @@ def _trainer(
     if shown.teacher is not None:
         logits = shown.teacher.detach().double().cpu()[use]
 
-        def from_variant(variant: Tensor) -> Distance:
+        def from_variant(variant: Tensor) -> LogitDistance:
             return _distance(logits, variant[before])
 
         distance = _distance(logits, setting.own[before])
@@ -238,9 +244,9 @@ def _trainer(
         labels, at = _labels(subject, setting, shown, states)
         before = at.index - 1
 
-        def from_variant(variant: Tensor) -> Distance:
+        def from_variant(variant: Tensor) -> LogitDistance:
             same = variant[before.clamp(max=len(variant) - 1)].argmax(-1) == labels
-            return Distance(agreement=float(same.double().mean()), kl=float("nan"), count=len(labels))
+            return LogitDistance(agreement=float(same.double().mean()), kl=float("nan"), count=len(labels))
 
         distance = from_variant(setting.own)
     if setting.fits(distance):
@@ -254,10 +260,12 @@ def _trainer(
     return distance, [_fault(setting, "the step", distance, repair)]
 
 
-def _labels(subject: Subject, setting: Setting, shown: Shown, states: Tensor) -> tuple[Tensor, AtHead]:
+def _labels(
+    subject: ExaminedAdapter, setting: TeacherSetup, shown: AdapterStep, states: Tensor
+) -> tuple[Tensor, HeadGradients]:
     """Draft ids [n] that the gradient shows, on the target's own states."""
-    at = AtHead.of(shown)
-    crafted = Crafted(
+    at = HeadGradients.of(shown)
+    crafted = DesignedBatch(
         batch=subject.batch,
         states=states.detach(),
         anchors=shown.anchors.cpu(),
@@ -266,10 +274,10 @@ def _labels(subject: Subject, setting: Setting, shown: Shown, states: Tensor) ->
         ids=draft_ids(subject, shown, subject.batch),
         head=shown.head.detach().cpu(),
     )
-    reading = read(subject, crafted, at)
+    reading = estimate_labels(subject, crafted, at)
     known = (reading.label >= 0) & (at.slot > 0)
     if not known.any():
-        raise Missing(
+        raise NotExposed(
             "step.teacher (its logits at every slot; the labels cannot be read from the gradient either)"
         )
     return reading.label[known], at.part(known.nonzero().squeeze(-1))
@@ -279,18 +287,21 @@ def _labels(subject: Subject, setting: Setting, shown: Shown, states: Tensor) ->
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repair:
+class LogitExplanation:
     """What explains the logits."""
 
     kind: str
     """norm, shift or layer."""
     words: str
-    distance: Distance
+    distance: LogitDistance
 
 
 def _repair(
-    subject: Subject, setting: Setting, slices: dict[str, Tensor], measure: Callable[[Tensor], Distance]
-) -> Repair | None:
+    subject: ExaminedAdapter,
+    setting: TeacherSetup,
+    slices: dict[str, Tensor],
+    measure: Callable[[Tensor], LogitDistance],
+) -> LogitExplanation | None:
     """The first variant of the teacher whose logits are those that are examined, or that are the target's."""
     norm = setting.reference.norm
     for tap in sorted(slices, key=lambda tap: tap != setting.slice.tap):
@@ -304,7 +315,7 @@ def _repair(
                     kind, told = "layer", f"{tap}, {words}"
                 elif shift:
                     kind, told = "shift", f"{shift:+d} token, {words}"
-                return Repair(kind=kind, words=told, distance=measure(logits))
+                return LogitExplanation(kind=kind, words=told, distance=measure(logits))
     return None
 
 
@@ -328,18 +339,22 @@ def _variants(state: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Iterato
         yield "normed once, without its weight", before
 
 
-def _fault(setting: Setting, who: str, distance: Distance, repair: Repair | None) -> Fault:
+def _fault(
+    setting: TeacherSetup, who: str, distance: LogitDistance, repair: LogitExplanation | None
+) -> FoundDeviation:
     evidence = (("agreement", distance.agreement), ("KL", distance.kl), ("slots", distance.count))
     declared = "before the final norm" if setting.slice.norm is not None else "after the final norm"
     if repair is None:
         words = f"{who}: {distance.words} against the target, and no repair explains it"
-        return Fault(name="teacher-differs", measured=words, evidence=evidence)
+        return FoundDeviation(name="teacher-differs", measured=words, evidence=evidence)
     words = f"{who}: {distance.words} against the target; {setting.slice.tap} is declared {declared}, and what fits is"
     words += f" {repair.words} ({repair.distance.words})"
-    return Fault(name=f"teacher-{repair.kind}", measured=words, evidence=evidence)
+    return FoundDeviation(name=f"teacher-{repair.kind}", measured=words, evidence=evidence)
 
 
-def _head_fault(subject: Subject, setting: Setting, distance: Distance) -> Fault | None:
+def _head_fault(
+    subject: ExaminedAdapter, setting: TeacherSetup, distance: LogitDistance
+) -> FoundDeviation | None:
     """Whether the teacher's head is another one: its columns are read from one-hot states."""
     width, batch = subject.adapter.width, subject.batch
     anchors = subject.anchors(batch)
@@ -371,10 +386,10 @@ def _head_fault(subject: Subject, setting: Setting, distance: Distance) -> Fault
         words = (
             f"{len(found)} columns of the head hold the target's values in another order; {distance.words}"
         )
-        return Fault(name="teacher-vocabulary", measured=words, evidence=numbers)
+        return FoundDeviation(name="teacher-vocabulary", measured=words, evidence=numbers)
     size = float(off.median())
     words = f"{len(found)} columns of the teacher's head are off the target's by {size:.2g} (sine, median)"
-    return Fault(name="teacher-head", measured=f"{words}; {distance.words}", evidence=numbers)
+    return FoundDeviation(name="teacher-head", measured=f"{words}; {distance.words}", evidence=numbers)
 
 
 def _sine(a: Tensor, b: Tensor) -> Tensor:
@@ -385,7 +400,7 @@ def _sine(a: Tensor, b: Tensor) -> Tensor:
     return made
 
 
-def _table(rows: list[tuple[Value, ...]], setting: Setting) -> Table:
+def _table(rows: list[tuple[Value, ...]], setting: TeacherSetup) -> Table:
     return Table(
         name="teacher.agreement",
         title="The teacher's logits against the target's own",

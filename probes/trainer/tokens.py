@@ -18,17 +18,17 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parity.probes.base import Answer
-from parity.probes.subject import Broken, Fault, Subject, answer
+from parity.probes.base import ProbeAnswer
+from parity.probes.subject import AdapterError, ExaminedAdapter, FoundDeviation, make_probe_answer
 from parity.reports.record import Value
 
-Message = Mapping[str, str]
-SHOWN = 3
+RequestMessage = Mapping[str, str]
+QUOTED_IDS = 3
 """Ids quoted on each side of a difference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Talk:
+class Conversation:
     """A conversation that ends with the assistant, and another answer to it."""
 
     name: str
@@ -39,7 +39,7 @@ class Talk:
     thoughts: str = ""
     """What the assistant thinks before its answer."""
 
-    def messages(self, answer: int = 0) -> list[Message]:
+    def messages(self, answer: int = 0) -> list[RequestMessage]:
         """The whole conversation."""
         content = self.answers[answer]
         if self.thoughts:
@@ -47,7 +47,7 @@ class Talk:
         return [*self.history, {"role": "assistant", "content": content}]
 
     @property
-    def history(self) -> list[Message]:
+    def history(self) -> list[RequestMessage]:
         """Without the last answer."""
         return [{"role": role, "content": content} for role, content in self.turns]
 
@@ -58,10 +58,12 @@ class Talk:
 
 
 TALKS = (
-    Talk(name="one turn", turns=(("user", "what is 3+4?"),)),
-    Talk(name="a system message", turns=(("system", "answer in one word."), ("user", "which colour?"))),
-    Talk(name="an empty system message", turns=(("system", ""), ("user", "which colour?"))),
-    Talk(
+    Conversation(name="one turn", turns=(("user", "what is 3+4?"),)),
+    Conversation(
+        name="a system message", turns=(("system", "answer in one word."), ("user", "which colour?"))
+    ),
+    Conversation(name="an empty system message", turns=(("system", ""), ("user", "which colour?"))),
+    Conversation(
         name="three turns",
         turns=(
             ("user", "first"),
@@ -71,10 +73,12 @@ TALKS = (
             ("user", "third"),
         ),
     ),
-    Talk(name="thoughts", turns=(("user", "12*3=?"),), thoughts="10*3=30, 2*3=6"),
-    Talk(name="outside ascii", turns=(("user", "na\u00efve \u4f60\u597d \U0001f600 e\u0301 \u00bd?"),)),
-    Talk(name="spaces at the edges", turns=(("user", "  two lines \n\n of text  "),)),
-    Talk(name="text like a control token", turns=(("user", "say </s> and [inst] and <eos>"),)),
+    Conversation(name="thoughts", turns=(("user", "12*3=?"),), thoughts="10*3=30, 2*3=6"),
+    Conversation(
+        name="outside ascii", turns=(("user", "na\u00efve \u4f60\u597d \U0001f600 e\u0301 \u00bd?"),)
+    ),
+    Conversation(name="spaces at the edges", turns=(("user", "  two lines \n\n of text  "),)),
+    Conversation(name="text like a control token", turns=(("user", "say </s> and [inst] and <eos>"),)),
 )
 
 
@@ -82,12 +86,12 @@ TEXTS = ("outside ascii", "spaces at the edges", "text like a control token")
 """Conversations whose text is what is hard about them."""
 
 
-class Tokens:
+class TokensProbe:
     """Training ids against request ids, talk by talk."""
 
     name = "tokens"
 
-    def run(self, subject: Subject) -> Answer:
+    def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a fault, each told with the first talk that shows it."""
         says = "thinking" in inspect.signature(subject.adapter.request).parameters
         read = [Both.of(subject, talk) for talk in TALKS if says or not talk.thoughts]
@@ -102,7 +106,7 @@ class Tokens:
                     name = "tokens-template"  # what differs elsewhere is no matter of how an answer begins
                 grouped.setdefault(name, []).append((talk, words, size))
         told = [
-            Fault(
+            FoundDeviation(
                 name=name,
                 measured=f"in {len(some)} of {len(read)} conversations, first in '{some[0][0]}': {some[0][1]}",
                 evidence=(("conversations", len(some)), ("tokens", some[0][2])),
@@ -121,14 +125,14 @@ class Tokens:
             "tokens.asked": len(read),
             "tokens.thoughts": thoughts,
         }
-        return answer(self.name, words, told, facts=facts)
+        return make_probe_answer(self.name, words, told, facts=facts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Both:
     """One talk by both paths."""
 
-    talk: Talk
+    talk: Conversation
     ids: tuple[int, ...]
     mask: tuple[bool, ...]
     other: tuple[int, ...]
@@ -140,22 +144,22 @@ class Both:
     """kept or dropped, of a talk that has some."""
 
     @classmethod
-    def of(cls, subject: Subject, talk: Talk) -> "Both":
+    def of(cls, subject: ExaminedAdapter, talk: Conversation) -> "Both":
         """Raises Missing."""
         adapter = subject.adapter
-        with subject.unmoved("tokenize"):
+        with subject.guard_adapter_call("tokenize"):
             ids, mask = adapter.tokenize(talk.messages())
             other = adapter.tokenize(talk.messages(1))[0]
             plain = adapter.tokenize(replace(talk, thoughts="").messages())[0]
         kept = list(plain) != list(ids)
-        with subject.unmoved("request"):
+        with subject.guard_adapter_call("request"):
             if talk.thoughts and kept:
                 request = adapter.request(talk.history, thinking=True)  # type: ignore[call-arg]
             else:
                 request = adapter.request(talk.history)
             before = [adapter.request(talk.history[:place]) for place in talk.earlier]
         if len(ids) != len(mask):
-            raise Broken("tokenize", f"a mask of {len(ids)}", f"{len(mask)}")
+            raise AdapterError("tokenize", f"a mask of {len(ids)}", f"{len(mask)}")
         return cls(
             talk=talk,
             ids=tuple(ids),
@@ -174,7 +178,10 @@ class Both:
     def _prompt(self, shared: int, tail: int) -> tuple[str, str, int]:
         """Why the prompt's ids differ from token `shared` on."""
         ids, request = self.ids, self.request
-        there = f"token {shared} is {_quoted(ids, shared)} in training and {_quoted(request, shared)} in the request"
+        there = (
+            f"token {shared} is {_quote_ids(ids, shared)} in training and {_quote_ids(request, shared)} in "
+            f"the request"
+        )
         sides = (("training", ids, request), ("the request", request, ids))
         for name, longer, shorter in sides:
             length = min(len(longer) - 1, len(shorter), len(request) - 1)
@@ -182,7 +189,7 @@ class Both:
                 return "tokens-bos", f"{name} has one token more at its beginning, {longer[0]}", 1
         for name, longer, shorter in sides:
             absent = set(shorter) - set(longer)
-            if shared == 0 and absent and len(longer) > len(shorter) + SHOWN:
+            if shared == 0 and absent and len(longer) > len(shorter) + QUOTED_IDS:
                 return "tokens-cut", f"{len(absent)} ids occur nowhere in {name}; {there}", len(absent)
         if any(len(each) - tail < shared <= len(each) for each in (request, *self.before)):
             return "tokens-thinking", f"the request ends otherwise: {there}", len(request) - shared
@@ -206,15 +213,13 @@ class Both:
             return [*found, ("tokens-mask", "the last answer is not trained on", 0)]
         start, stop = last[0][0], last[-1][1]
         if begin < start <= first:
-            words = (
-                f"the template puts {_quoted(self.ids, begin)} in front of the answer, the request does not"
-            )
+            words = f"the template puts {_quote_ids(self.ids, begin)} in front of the answer, the request does not"
             found.append(("tokens-thinking", words, start - begin))
         elif start != begin:
             words = f"the answer begins at token {begin}, training on it at token {start}"
             found.append(("tokens-mask", words, abs(start - begin)))
         if stop == end:
-            words = f"token {_quoted(self.ids, end)} ends the turn and is not trained on"
+            words = f"token {_quote_ids(self.ids, end)} ends the turn and is not trained on"
             found.append(("tokens-end", words, 1))
         elif stop != end + 1:
             words = f"the turn ends with token {end}, training on it with token {stop - 1}"
@@ -242,6 +247,6 @@ def _runs(mask: Sequence[bool]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _quoted(ids: Sequence[int], at: int) -> str:
+def _quote_ids(ids: Sequence[int], at: int) -> str:
     """A few ids from a place on."""
-    return ", ".join(map(str, ids[at : at + SHOWN])) or "the end"
+    return ", ".join(map(str, ids[at : at + QUOTED_IDS])) or "the end"

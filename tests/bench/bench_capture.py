@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from parity.model.target.backends import isolate, parse
+from parity.model.target.backends import isolate, parse_backend
 
-isolate(parse("torch"))
+isolate(parse_backend("torch"))
 torch.set_num_threads(1)
 
 TOKENS, LAYERS = 512, 8
@@ -57,14 +57,14 @@ def timed(run: Callable[[], object]) -> float:
 def main() -> None:
     """Print the table."""
     from parity.model.target.capture import capture
-    from parity.model.target.load import TargetSpec, load
+    from parity.model.target.load import TargetSpec, load_target
 
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     dtype = sys.argv[2] if len(sys.argv) > 2 else "bfloat16"
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         build(folder / "model")
-        target = load(TargetSpec(model=str(folder / "model"), dtype=dtype))
+        target = load_target(TargetSpec(model=str(folder / "model"), dtype=dtype))
         target.identity  # noqa: B018 (checksums of the weights are taken once a target, not once a request)
         ids = [(7 * i) % 500 for i in range(TOKENS)]
         requests: list[dict[str, object]] = [
@@ -84,7 +84,14 @@ def main() -> None:
                     target.model(input_ids=torch.tensor([ids]), use_cache=False)
 
         def captured() -> None:
-            capture(target, requests, folder / "t", taps=["states"], backend=parse("torch"), fingerprint="f")
+            capture(
+                target,
+                requests,
+                folder / "t",
+                taps=["states"],
+                backend=parse_backend("torch"),
+                fingerprint="f",
+            )
 
         ratios: dict[str, list[float]] = {"capture / bare": [], "bare / bare": []}
         seconds = []

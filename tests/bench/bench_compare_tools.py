@@ -29,7 +29,7 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
-from parity.tracing.trace import SCHEMA, BackendProof, Manifest, RequestEntry, TapInfo, TargetIdentity
+from parity.tracing.trace import TRACE_SCHEMA, BackendProof, Manifest, RequestEntry, TapInfo, TargetIdentity
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, WIDTH = 8192, 4096
@@ -96,7 +96,7 @@ def write_trace(folder: Path, shard: dict[str, torch.Tensor]) -> None:
         for index, name in enumerate(shard)
     )
     manifest = Manifest(
-        schema=SCHEMA,
+        schema=TRACE_SCHEMA,
         created="2026-01-01T00:00:00Z",
         target=target,
         loader="bench",

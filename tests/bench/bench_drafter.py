@@ -34,11 +34,11 @@ from torch import Tensor
 
 from parity.model.dflash.anchors import blocks_at
 from parity.model.dflash.config import DrafterConfig
-from parity.model.dflash.decode import Ends
+from parity.model.dflash.decode import EmbeddingAndHead
 from parity.model.dflash.drafter import Drafter, block_ids
-from parity.model.dflash.export import Wiring, save_speculators, save_zlab
-from parity.model.dflash.mask import Rule, training_layout
-from parity.model.training.loss import LossConfig, Teacher, Uniform, objective, teacher_labels
+from parity.model.dflash.export import TargetLayers, save_speculators, save_zlab
+from parity.model.dflash.mask import VisibilityRule, training_layout
+from parity.model.training.loss import LossConfig, TeacherStates, Uniform, objective, teacher_labels
 
 WIDTH, BLOCK, LAYERS = 256, 8, (1, 2, 3, 4, 5)
 SIZES = ((512, 64), (1024, 128), (2048, 256))
@@ -61,7 +61,7 @@ class Batch:
     anchors: Tensor
 
 
-def make_target(folder: Path, vocabulary: int) -> Ends:
+def make_target(folder: Path, vocabulary: int) -> EmbeddingAndHead:
     """A random dense target that the peers read embedding, head and norm from."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -72,7 +72,9 @@ def make_target(folder: Path, vocabulary: int) -> Ends:
     config = Qwen3Config(vocab_size=vocabulary, hidden_size=WIDTH, num_hidden_layers=7, **sizes)
     model = Qwen3ForCausalLM(config)
     model.save_pretrained(folder)
-    return Ends(embed=model.model.embed_tokens.weight.detach(), head=model.lm_head.weight.detach())
+    return EmbeddingAndHead(
+        embed=model.model.embed_tokens.weight.detach(), head=model.lm_head.weight.detach()
+    )
 
 
 def make_drafter(vocabulary: int) -> Drafter:
@@ -86,7 +88,7 @@ def make_drafter(vocabulary: int) -> Drafter:
             conditioning=len(LAYERS),
             block_size=BLOCK,
             mask_token_id=vocabulary - 1,
-            layers=(Rule(),) * 3,
+            layers=(VisibilityRule(),) * 3,
         )
     )
     drafter.reset(torch.Generator().manual_seed(0))
@@ -113,7 +115,7 @@ class Bench:
         self.ends = make_target(folder / "target", vocabulary)
         self.drafter = make_drafter(vocabulary)
         self.batch = make_batch(size, self.ends.head)
-        self.wiring = Wiring(
+        self.wiring = TargetLayers(
             layers=LAYERS,
             num_target_layers=7,
             vocab_size=vocabulary,
@@ -145,7 +147,7 @@ class Bench:
             labels = blocks.labels
             if teacher:
                 normed = F.rms_norm(batch.last, (WIDTH,), eps=1e-6)
-                own = Teacher(states=normed, index=blocks.teacher_index, head=ends.head)
+                own = TeacherStates(states=normed, index=blocks.teacher_index, head=ends.head)
                 labels = teacher_labels(own, blocks.supervised)
             hidden = drafter(batch.states, embedded, layout)
             loss = objective(hidden, ends.head, labels, blocks.supervised, config).loss()

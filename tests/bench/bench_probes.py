@@ -33,24 +33,26 @@ def measure(size: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from parity.model.target.backends import isolate, parse
+    from parity.model.target.backends import isolate, parse_backend
 
-    isolate(parse("torch"))
+    isolate(parse_backend("torch"))
     from parity.model.recipe.presets import preset
     from parity.model.training import states
     from parity.probes.adapters.builtin import Builtin
-    from parity.probes.subject import Subject, ask
+    from parity.probes.subject import ExaminedAdapter, query_probes
 
     training = preset("tiny" if size == "tiny" else "unit")
     if size == "wide":
         states.SYNTHETIC.update(hidden_size=1024, num_hidden_layers=8, vocab_size=32_768)
-        training = training.changed(WIDE)
+        training = training.with_values(WIDE)
     began = time.perf_counter()
     adapter = Builtin.open(training)
     opened = time.perf_counter() - began
     marks = list[tuple[str, float]]()
     began = time.perf_counter()
-    answers = ask(Subject(adapter), say=lambda name: marks.append((name, time.perf_counter())))
+    answers = query_probes(
+        ExaminedAdapter(adapter), say=lambda name: marks.append((name, time.perf_counter()))
+    )
     end = time.perf_counter()
     times = [*(at for _, at in marks[1:]), end]
     print(f"{size}: opened in {opened:.1f} s")

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from parity.model.dflash.decode import (
     DecodeConfig,
-    Decoded,
-    Ends,
-    Recorded,
+    DecodeResult,
+    EmbeddingAndHead,
+    RecordedText,
     decode,
     greedy,
     offline_tau,
@@ -37,12 +37,12 @@ from parity.model.dflash.decode import (
 )
 from parity.model.dflash.drafter import Drafter
 from parity.model.recipe.presets import preset
-from parity.model.target.backends import isolate, parse
+from parity.model.target.backends import isolate, parse_backend
 from parity.model.target.load import Target
 from parity.model.tiny import corpus
 from parity.model.training.build import open_trainer
 from parity.model.training.data import Batch
-from parity.model.training.states import Captured, StateSource, tokenizer_of
+from parity.model.training.states import StateSource, StepStates, tokenizer_of
 from parity.model.training.trainer import Trainer
 
 STEPS, TAU, MORE = 400, 4.0, 1.0
@@ -57,13 +57,13 @@ class Embeddings:
     def __init__(self, source: StateSource, embed: Tensor) -> None:
         self.source, self.embed = source, embed
 
-    def __call__(self, batch: Batch) -> Captured:
+    def __call__(self, batch: Batch) -> StepStates:
         captured = self.source(batch)
         states = captured.states.clone()
         states[:, : captured.conditioning] = self.embed[batch.tokens][:, None].to(states)
         return replace(captured, states=states)
 
-    def recorded(self, record: Recorded, conditioning: int) -> Recorded:
+    def recorded(self, record: RecordedText, conditioning: int) -> RecordedText:
         """A recorded text with its states replaced likewise."""
         tokens = record.tokens[: len(record.states)]
         return replace(record, states=self.embed[tokens].to(record.states).repeat(1, conditioning))
@@ -75,7 +75,7 @@ class Row:
 
     fed: str
     steps: int
-    results: list[Decoded]
+    results: list[DecodeResult]
     minutes: float
     """Of the steps, by the clock; those before an interruption included."""
     processor: float
@@ -131,13 +131,19 @@ def generated(target: Target, prompt: Sequence[int], stop_ids: tuple[int, ...]) 
 
 
 def check_loop(
-    target: Target, drafter: Drafter, prompts: list[list[int]], offline: list[Decoded], config: DecodeConfig
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    offline: list[DecodeResult],
+    config: DecodeConfig,
 ) -> str:
     """Draft the prompts for real; raises AssertionError where a token or an accepted length differs."""
     results = decode(target, drafter, prompts, config)
     for prompt, made, expected in zip(prompts, results, offline, strict=True):
         assert made.tokens == generated(target, prompt, config.stop_ids), "not the target's own greedy text"
-        assert made.tokens == expected.tokens and made.accepted == expected.accepted, "offline tau differs"
+        assert made.tokens == expected.tokens and made.acceptance_lengths == expected.acceptance_lengths, (
+            "offline tau differs"
+        )
     tokens = sum(len(made.tokens) for made in results)
     assert tokens > 0 and tau(results) == tau(offline)
     return f"{len(prompts)} texts, {tokens:,} tokens equal transformers' greedy ones; tau {tau(results):.3f}"
@@ -163,7 +169,7 @@ def table(rows: list[Row], ceiling: float, prompts: int) -> Table:
     return made
 
 
-def ceiling_of(records: Sequence[Recorded], block: int) -> float:
+def ceiling_of(records: Sequence[RecordedText], block: int) -> float:
     """Tau of a drafter whose every draft is right: texts end, and their last block is cut short."""
     new = [len(record.tokens) - record.prompt - 1 for record in records]
     return sum(new) / sum(-(-count // block) for count in new)
@@ -179,12 +185,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     isolate(
-        parse("torch")
+        parse_backend("torch")
     )  # before transformers is imported: without a GPU an importable fla would be chosen
     console = Console(width=120)
 
     began = time.perf_counter()
-    training = preset("tiny").changed(
+    training = preset("tiny").with_values(
         {"run.data.cache": str(options.out / "cache")} | json.loads(options.set)
     )
     first = open_trainer(training, out=options.out / "states", say=print)
@@ -216,7 +222,9 @@ def main() -> None:
         start = time.process_time()
         accuracy = trained(trainer, name)
         processor = (time.process_time() - start) / 60
-        results = offline_tau(trainer.drafter, Ends.of(target), fed[name], max_new_tokens=NEW_TOKENS)
+        results = offline_tau(
+            trainer.drafter, EmbeddingAndHead.of(target), fed[name], max_new_tokens=NEW_TOKENS
+        )
         minutes = trainer.seconds / 60
         spent = {"minutes": minutes, "processor": processor}
         row = Row(fed=name, steps=trainer.step_number, results=results, accuracy=accuracy, **spent)

@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 
-from parity.model.recipe.config import Training
+from parity.model.recipe.config import TrainingFile
 from parity.model.recipe.presets import preset
-from parity.model.target.backends import isolate, parse
+from parity.model.target.backends import isolate, parse_backend
 from parity.model.training.trainer import Trainer
 
 WORST = 1.03
@@ -42,7 +42,7 @@ ROWS, DOCUMENTS = 4, 16
 """Rows of a step, and documents a row: two steps an epoch of 64 documents."""
 
 
-def training(every: int | None, rows: int = ROWS) -> Training:
+def training(every: int | None, rows: int = ROWS) -> TrainingFile:
     """`tiny` on texts as they are (what the target writes anew costs minutes and no step)."""
     changes: dict[str, Any] = {
         "run.data.regenerate": 0,
@@ -55,7 +55,7 @@ def training(every: int | None, rows: int = ROWS) -> Training:
     }
     if every is not None:
         changes["run.watch"] = {"every": every}
-    return preset("tiny").changed(changes)
+    return preset("tiny").with_values(changes)
 
 
 def opened(every: int | None, rows: int = ROWS) -> Trainer:
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    isolate(parse("torch"))
+    isolate(parse_backend("torch"))
     if options.alone:
         alone(options.alone, options.rows, options.watched)
         return 0

@@ -3,9 +3,9 @@
 from typing import Any
 
 from parity.model.dflash.step import StepOutput
-from parity.model.recipe.config import Training
+from parity.model.recipe.config import TrainingFile
 from parity.model.training.data import Batch
-from parity.model.training.states import Captured
+from parity.model.training.states import StepStates
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.injected.inputs import AllSlices, wider
 from tests.faults.injected.loss import Team
@@ -15,7 +15,7 @@ from tests.faults.injected.noise import OnAllSlices
 class Faulty(OnAllSlices, AllSlices, Team):
     """Noise before the last slice is split off; all slices into fc; 70 % KL + 30 % CE with streaks and gamma 10."""
 
-    def step(self, batch: Batch, captured: Captured, **options: Any) -> StepOutput:
+    def step(self, batch: Batch, captured: StepStates, **options: Any) -> StepOutput:
         return super().step(batch, captured, **options)
 
 
@@ -25,7 +25,7 @@ class TheTeam(Builtin):
     name = "the team's trainer"
 
     @classmethod
-    def open(cls, training: Training, documents: Any = None) -> "TheTeam":
+    def open(cls, training: TrainingFile, documents: Any = None) -> "TheTeam":
         adapter = super().open(training, documents)
         assert isinstance(adapter, TheTeam)
         adapter.trainer.wiring.__class__ = Faulty

@@ -20,15 +20,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from parity.model.target.backends import isolate, parse
+from parity.model.target.backends import isolate, parse_backend
 
 torch.set_num_threads(1)
-isolate(parse("torch"))  # before anything imports transformers, as in tests/conftest.py
+isolate(parse_backend("torch"))  # before anything imports transformers, as in tests/conftest.py
 
 from rich.console import Console
 from rich.progress import track
 
-from parity.probes.subject import Subject, ask
+from parity.probes.subject import ExaminedAdapter, query_probes
 from parity.reports.record import Finding
 from tests.faults import collect
 from tests.faults.wiring import Healthy, Plant
@@ -40,7 +40,7 @@ NAMED_AT_LEAST = 0.95
 
 def examine(plant: Plant) -> dict[str, object]:
     """One row: what each probe said of a planted fault."""
-    answers = ask(Subject(plant.build()))
+    answers = query_probes(ExaminedAdapter(plant.build()))
     loud = {name: [f for f in answer.findings if f.outcome == "fail"] for name, answer in answers}
     own = loud.get(plant.probe, [])
     result = "missed"
@@ -61,7 +61,9 @@ def examine(plant: Plant) -> dict[str, object]:
 
 def alarm(healthy: Healthy) -> dict[str, object]:
     """One row: what was raised on a healthy variant, and which probes could not ask."""
-    findings: list[Finding] = [f for _, answer in ask(Subject(healthy.build())) for f in answer.findings]
+    findings: list[Finding] = [
+        f for _, answer in query_probes(ExaminedAdapter(healthy.build())) for f in answer.findings
+    ]
     return {
         "trainer": healthy.trainer,
         "variant": healthy.name,

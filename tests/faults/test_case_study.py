@@ -6,13 +6,13 @@ import pytest
 
 from parity.commands.check import check
 from parity.model.recipe.presets import preset
-from parity.probes.subject import Subject, ask
+from parity.probes.subject import ExaminedAdapter, query_probes
 from parity.reports.record import Finding, Report
 from tests.faults.case_study import Faulty
 from tests.faults.injected.inputs import wider
 from tests.faults.wiring import builtin
 
-DECLARED = preset("unit").changed(
+DECLARED = preset("unit").with_values(
     {
         "recipe.noise": {"kind": "gaussian", "std": 0.05},
         "recipe.block.size": 8,
@@ -62,7 +62,7 @@ def test_the_same_recipe_without_them_passes() -> None:
 def test_the_statement_has_their_numbers(preset_name: str) -> None:
     changes = {"recipe.noise": {"kind": "gaussian", "std": 0.05}, "recipe.block.size": 8}
     adapter = builtin(changes, Faulty, preset_name=preset_name, then=wider)
-    answers = dict(ask(Subject(adapter), only=["noise", "inputs", "loss"]))
+    answers = dict(query_probes(ExaminedAdapter(adapter), only=["noise", "inputs", "loss"]))
     named = {name: [finding.fault for finding in answer.findings] for name, answer in answers.items()}
     assert named["noise"][0] == "noise-on-teacher"
     assert named["inputs"][0] == "fc-teacher"

@@ -3,7 +3,7 @@
 import pytest
 
 from parity.probes.deviations import BY_NAME
-from parity.probes.subject import Subject, ask
+from parity.probes.subject import ExaminedAdapter, query_probes
 from tests.faults import collect
 from tests.faults.wiring import Healthy, Plant
 
@@ -11,7 +11,7 @@ from tests.faults.wiring import Healthy, Plant
 @pytest.mark.parametrize("plant", collect.plants(), ids=lambda plant: f"{plant.trainer}: {plant.name}")
 def test_a_plant_is_found_and_named(plant: Plant) -> None:
     assert BY_NAME[plant.deviation].probe == plant.probe
-    (_, answer), *_ = ask(Subject(plant.build()), only=[plant.probe])
+    (_, answer), *_ = query_probes(ExaminedAdapter(plant.build()), only=[plant.probe])
     failed = [finding for finding in answer.findings if finding.outcome == "fail"]
     assert failed, [finding.sentence for finding in answer.findings]
     if not plant.detection_only:
@@ -21,7 +21,7 @@ def test_a_plant_is_found_and_named(plant: Plant) -> None:
 
 @pytest.mark.parametrize("healthy", collect.healthy(), ids=lambda each: f"{each.trainer}: {each.name}")
 def test_a_healthy_variant_raises_nothing(healthy: Healthy) -> None:
-    answers = ask(Subject(healthy.build()))
+    answers = query_probes(ExaminedAdapter(healthy.build()))
     findings = [finding for _, answer in answers for finding in answer.findings]
     loud = [f"{f.name} {f.outcome}: {f.sentence}" for f in findings if f.outcome in ("fail", "warn", "error")]
     assert not loud, "\n".join(loud)

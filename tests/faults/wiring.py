@@ -1,6 +1,6 @@
 """What a planted wiring fault is, and a trainer to plant it in.
 
-A plant replaces a stage of the trainer's own path (`parity.model.dflash.step.Wiring`), its drafter, source,
+A plant replaces a stage of the trainer's own path (`parity.model.dflash.step.TrainingStep`), its drafter, source,
 parts or data;
 never what an adapter answers.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parity.model.dflash.step import Wiring
+from parity.model.dflash.step import TrainingStep
 from parity.model.recipe.presets import preset
 from parity.probes.adapters.base import Adapter
 from parity.probes.adapters.builtin import Builtin
@@ -44,17 +44,17 @@ class Healthy:
 
 def builtin(
     changes: Mapping[str, Any] | None = None,
-    wiring: type[Wiring] = Wiring,
+    wiring: type[TrainingStep] = TrainingStep,
     *,
     preset_name: str = "unit",
     then: Callable[[Builtin], None] = lambda adapter: None,
 ) -> Builtin:
     """The built-in trainer on a preset with `changes`, its step made by `wiring`; `then` may change the rest in place
     (source, parts, drafter, data) before it is examined."""
-    training = preset(preset_name).changed(changes or {})
+    training = preset(preset_name).with_values(changes or {})
     adapter = Builtin.open(training)
     trainer = adapter.trainer
-    if wiring is not Wiring:
+    if wiring is not TrainingStep:
         trainer.wiring = wiring(training, trainer.parts, trainer.drafter)
     then(adapter)
     return adapter
@@ -64,7 +64,7 @@ def planted(
     probe: str,
     name: str,
     deviation: str,
-    wiring: type[Wiring] = Wiring,
+    wiring: type[TrainingStep] = TrainingStep,
     changes: Mapping[str, Any] | None = None,
     then: Callable[[Builtin], None] = lambda adapter: None,
     *,

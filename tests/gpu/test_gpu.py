@@ -12,7 +12,7 @@ from parity.kernel.sums import pair_stats
 from parity.model.dflash.config import DrafterConfig, layer_rules
 from parity.model.dflash.drafter import AttentionKind, Drafter
 from parity.model.dflash.mask import training_layout
-from parity.model.target.backends import missing, parse
+from parity.model.target.backends import missing, parse_backend
 from parity.tracing.trace import Trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -32,13 +32,16 @@ def test_check_against_fla_on_the_gpu(tmp_path: Path) -> None:
 
 
 def test_causal_conv1d_is_proven(tmp_path: Path) -> None:
-    if missing(parse("fast")) is not None:
+    if missing(parse_backend("fast")) is not None:
         pytest.skip(f"causal-conv1d: {package_version('causal-conv1d')}")
-    from parity.model.tiny.embedded import embedded
+    from parity.model.tiny.embedded import find_embedded_target
 
     (tmp_path / "p.jsonl").write_text('{"token_ids": [5, 6, 7, 8, 9, 10, 11, 12]}')
     result = capture_to(
-        tmp_path / "t", model=str(embedded("hybrid")), prompts=tmp_path / "p.jsonl", backend="fast"
+        tmp_path / "t",
+        model=str(find_embedded_target("hybrid")),
+        prompts=tmp_path / "p.jsonl",
+        backend="fast",
     )
     assert result.valid, result.problems
 

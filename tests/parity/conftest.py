@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parity.tracing.trace import (
-    SCHEMA,
+    TRACE_SCHEMA,
     BackendProof,
     Manifest,
     RequestEntry,
@@ -95,7 +95,7 @@ def write(
         )
         return writer.finish(
             Manifest(
-                schema=SCHEMA,
+                schema=TRACE_SCHEMA,
                 created="2026-01-01T00:00:00Z",
                 target=identity,
                 loader="test",

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from parity.model.dflash.anchors import blocks_at
 from parity.model.dflash.config import DrafterConfig, DraftVocab, RopeConfig, layer_rules
-from parity.model.dflash.decode import Ends, Recorded
+from parity.model.dflash.decode import EmbeddingAndHead, RecordedText
 from parity.model.dflash.drafter import Drafter, block_ids
-from parity.model.dflash.export import Wiring, save_speculators, save_zlab
+from parity.model.dflash.export import TargetLayers, save_speculators, save_zlab
 from parity.model.dflash.mask import training_layout
-from parity.model.target.load import Target, TargetSpec, load
+from parity.model.target.load import Target, TargetSpec, load_target
 from parity.model.training.loss import LossConfig, Uniform, objective
 
 BLOCK, WINDOW, MASK = 4, 6, 3
@@ -55,7 +55,7 @@ class Bench:
     """Where checkpoints are written."""
     folder: Path
     target: Target
-    ends: Ends
+    ends: EmbeddingAndHead
     ids: Tensor
     """[S]"""
     states: Tensor
@@ -105,8 +105,8 @@ class Bench:
         return out
 
     @property
-    def wiring(self) -> Wiring:
-        return Wiring.of(self.target, LAYERS)
+    def wiring(self) -> TargetLayers:
+        return TargetLayers.of(self.target, LAYERS)
 
     def zlab(self, drafter: Drafter) -> Any:
         """The drafter in z-lab's package, read from our export."""
@@ -183,7 +183,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, peer: Import) -> Bench:
             parameter.mul_(1 + 0.2 * torch.rand(parameter.shape)) if "norm" in name else parameter.mul_(4)
     folder = tmp_path_factory.mktemp("peers") / "target"
     model.save_pretrained(folder)
-    target = load(TargetSpec(model=str(folder), dtype="float32"))
+    target = load_target(TargetSpec(model=str(folder), dtype="float32"))
     ids, last = torch.randint(5, 64, (40,)), list[Tensor]()
     hook = target.norm.register_forward_pre_hook(lambda _, args: last.append(args[0][0]))
     with torch.no_grad():
@@ -196,7 +196,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, peer: Import) -> Bench:
         out=folder.parent,
         folder=folder,
         target=target,
-        ends=Ends.of(target),
+        ends=EmbeddingAndHead.of(target),
         ids=ids,
         states=states,
         last=last[0],
@@ -205,10 +205,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory, peer: Import) -> Bench:
 
 
 @pytest.fixture(scope="session")
-def fit() -> Callable[[Drafter, Ends, list[Recorded], int], None]:
+def fit() -> Callable[[Drafter, EmbeddingAndHead, list[RecordedText], int], None]:
     """Teach a drafter recorded texts by heart, so that accepted lengths differ."""
 
-    def run(drafter: Drafter, ends: Ends, records: list[Recorded], steps: int) -> None:
+    def run(drafter: Drafter, ends: EmbeddingAndHead, records: list[RecordedText], steps: int) -> None:
         drafter.reset(torch.Generator().manual_seed(1))
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
         for step in range(steps):

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from parity.model.dflash.decode import DecodeConfig, Ends, decode, greedy, offline_tau, tau
+from parity.model.dflash.decode import DecodeConfig, EmbeddingAndHead, decode, greedy, offline_tau, tau
 from parity.model.dflash.drafter import Drafter
-from parity.model.dflash.export import Wiring, save_zlab
-from parity.model.target.load import TargetSpec, load
+from parity.model.dflash.export import TargetLayers, save_zlab
+from parity.model.target.load import TargetSpec, load_target
 from parity.model.tiny import corpus
-from parity.model.tiny.embedded import embedded, tokenizer
+from parity.model.tiny.embedded import find_embedded_target, tokenizer
 
 if TYPE_CHECKING:
     from tests.peers.conftest import Bench
@@ -42,8 +42,8 @@ def test_accepted_lengths_of_twenty_prompts(
             model, bench.target.model, torch.tensor([prompt]), NEW, stop_token_ids=None, return_stats=True
         )
         assert theirs.output_ids[0].tolist() == [*result.prompt, *result.tokens]
-        assert tuple(theirs.acceptance_lengths) == result.accepted
-    lengths = {length for result in ours for length in result.accepted}
+        assert tuple(theirs.acceptance_lengths) == result.acceptance_lengths
+    lengths = {length for result in ours for length in result.acceptance_lengths}
     assert {1, 2, 3} <= lengths and 1.3 < tau(ours) < 3.9
     assert offline_tau(drafter, bench.ends, records) == ours
 
@@ -66,15 +66,15 @@ def test_a_stop_token_inside_a_block(
         model, bench.target.model, torch.tensor([prompt]), NEW, stop_token_ids=[stop], return_stats=True
     )
     assert theirs.output_ids[0].tolist() == [*result.prompt, *result.tokens]
-    assert tuple(theirs.acceptance_lengths) == result.accepted and result.tokens[-1] == stop
+    assert tuple(theirs.acceptance_lengths) == result.acceptance_lengths and result.tokens[-1] == stop
 
 
 def test_on_the_embedded_dense_target(
     bench: "Bench", fit: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twenty held-out questions of the corpus, which the target answers; texts end with its end-of-turn token."""
-    target = load(TargetSpec(model=str(embedded("dense")), dtype="float32"))
-    ends, speaks = Ends.of(target), cast(Any, tokenizer())
+    target = load_target(TargetSpec(model=str(find_embedded_target("dense")), dtype="float32"))
+    ends, speaks = EmbeddingAndHead.of(target), cast(Any, tokenizer())
     stop: tuple[Any, ...] = (speaks.eos_token_id,)
     config = DecodeConfig(layers=(0, 2, 4), max_new_tokens=32, stop_ids=stop)
     chats = [corpus.conversation(seed, "held_out", 96)[:1] for seed in range(20)]
@@ -84,7 +84,7 @@ def test_on_the_embedded_dense_target(
     sizes = bench.drafter(("full_attention", "full_attention")).config
     drafter = Drafter(replace(sizes, hidden_size=ends.embed.shape[1]))
     fit(drafter, ends, [each for each in records if len(each.tokens) > each.prompt + 2], 300)
-    folder = save_zlab(tmp_path / "zlab", drafter, Wiring.of(target, config.layers))
+    folder = save_zlab(tmp_path / "zlab", drafter, TargetLayers.of(target, config.layers))
     package: Any = bench.bring("dflash.model")
     monkeypatch.setattr(package, "_cuda_time", time.perf_counter)
     model = package.DFlashDraftModel.from_pretrained(folder).eval()
@@ -94,5 +94,7 @@ def test_on_the_embedded_dense_target(
             model, target.model, torch.tensor([prompt]), 32, stop_token_ids=list(stop), return_stats=True
         )
         assert theirs.output_ids[0].tolist() == [*result.prompt, *result.tokens]
-        assert tuple(theirs.acceptance_lengths) == result.accepted
-    assert {1, 2} <= {length for result in ours for length in result.accepted} and 1.2 < tau(ours) < 3.9
+        assert tuple(theirs.acceptance_lengths) == result.acceptance_lengths
+    assert {1, 2} <= {length for result in ours for length in result.acceptance_lengths} and 1.2 < tau(
+        ours
+    ) < 3.9

@@ -10,7 +10,7 @@ from torch import Tensor
 from parity.model.dflash import mask
 from parity.model.dflash.config import DraftVocab, RopeConfig
 from parity.model.dflash.export import load_checkpoint
-from parity.model.dflash.mask import CONTEXT, PADDING, Rule, Tokens
+from parity.model.dflash.mask import CONTEXT, PADDING, TokenPlaces, VisibilityRule
 
 if TYPE_CHECKING:
     from tests.peers.conftest import Bench
@@ -135,7 +135,7 @@ def test_speculators_window_starts_at_the_anchor(
     theirs = _speculators(bench, bench.speculators(drafter, monkeypatch))
     assert _apart(bench.logits(drafter), theirs) > 0.01
 
-    def from_the_anchor(query: Tokens, key: Tokens, rule: Rule) -> Tensor:
+    def from_the_anchor(query: TokenPlaces, key: TokenPlaces, rule: VisibilityRule) -> Tensor:
         anchor = query.position - query.slot
         same = (key.document == query.document) & (key.document != PADDING)
         context = (key.block == CONTEXT) & same & (key.position < anchor)
@@ -149,7 +149,7 @@ def test_speculators_window_starts_at_the_anchor(
     assert _apart(bench.logits(drafter, "eager"), theirs) < TOLERANCE
 
 
-def _extra_keys(rule: Rule, theirs: Any) -> list[int]:
+def _extra_keys(rule: VisibilityRule, theirs: Any) -> list[int]:
     """How many keys more each slot of a block at token 30 sees by the rule `theirs`."""
     layout = mask.training_layout(torch.arange(40), torch.zeros(40, dtype=torch.long), torch.tensor([30]), 4)
     queries, keys = layout.blocks.at((slice(None), None)), layout.keys.at((None, slice(None)))

@@ -15,8 +15,8 @@ from parity.model.training.loss import (
     Dpace,
     ExpDecay,
     LossConfig,
-    Teacher,
-    Weights,
+    SlotWeighting,
+    TeacherStates,
     objective,
     teacher_labels,
 )
@@ -28,7 +28,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 VOCAB = DraftVocab.from_kept(torch.arange(64) % 3 > 0)
 
 
-def _loss(bench: "Bench", drafter: Drafter, terms: dict[str, float], weights: Weights) -> torch.Tensor:
+def _loss(bench: "Bench", drafter: Drafter, terms: dict[str, float], weights: SlotWeighting) -> torch.Tensor:
     """Ours on the bench's row, labels and teacher from the target's last state, as speculators takes them."""
     block, mask = drafter.config.block_size, drafter.config.mask_token_id
     document = torch.zeros_like(bench.ids)
@@ -38,7 +38,7 @@ def _loss(bench: "Bench", drafter: Drafter, terms: dict[str, float], weights: We
     head = bench.ends.head if drafter.draft_vocab is None else drafter.draft_vocab.head_rows(bench.ends.head)
     with torch.no_grad():
         normed = bench.target.norm(bench.last)
-    teacher = Teacher(states=normed, index=blocks.teacher_index, head=head)
+    teacher = TeacherStates(states=normed, index=blocks.teacher_index, head=head)
     labels = teacher_labels(teacher, blocks.supervised)
     config = LossConfig(terms=terms, weights=weights, reduction="mask_mean")
     return objective(hidden, head, labels, blocks.supervised, config, teacher=teacher).loss()
@@ -51,7 +51,11 @@ def _loss(bench: "Bench", drafter: Drafter, terms: dict[str, float], weights: We
     ids=["ce", "kl", "ce-dpace"],  # with kl its D-PACE confidence is exp(-term), ours the label's probability
 )
 def test_speculators_loss_and_gradients(
-    vocab: DraftVocab | None, term: str, weights: Weights, bench: "Bench", monkeypatch: pytest.MonkeyPatch
+    vocab: DraftVocab | None,
+    term: str,
+    weights: SlotWeighting,
+    bench: "Bench",
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drafter = bench.drafter((FULL, FULL), None, vocab)
     model = bench.speculators(drafter, monkeypatch)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parity.model.recipe.presets import preset
-from parity.probes.ask import Asked, ask_trainer
+from parity.probes.ask import WiringAnswers, ask_trainer
 
 SPECULATORS: dict[str, Any] = {
     "recipe.teacher.norm": "pre",
@@ -24,16 +24,16 @@ SLIDING: dict[str, Any] = {
 ONLY = ("noise", "context", "loss", "labels", "inputs")
 
 
-def asked(peer: Any, trainer: str, changes: dict[str, Any]) -> Asked:
+def asked(peer: Any, trainer: str, changes: dict[str, Any]) -> WiringAnswers:
     peer(trainer)  # skips where it is not installed; CI fails instead
-    return ask_trainer(preset("unit").changed(changes), trainer, only=ONLY)
+    return ask_trainer(preset("unit").with_values(changes), trainer, only=ONLY)
 
 
-def facts(made: Asked) -> dict[str, Any]:
+def facts(made: WiringAnswers) -> dict[str, Any]:
     return {name: value for part in made.conformance.statements for name, value in part.facts}
 
 
-def faults(made: Asked) -> set[str]:
+def faults(made: WiringAnswers) -> set[str]:
     found = [finding for _, answer in made.answers for finding in answer.findings]
     assert not [f.sentence for f in found if f.outcome == "error"]
     return {str(finding.fault) for finding in found if finding.outcome == "fail"}

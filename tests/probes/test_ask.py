@@ -11,10 +11,10 @@ from torch import Tensor
 from parity.errors import ParityError
 from parity.model.recipe.config import Recipe
 from parity.model.recipe.presets import preset
-from parity.probes.adapters.base import Shown
+from parity.probes.adapters.base import AdapterStep
 from parity.probes.adapters.builtin import Builtin
 from parity.probes.ask import SHIPPED, ask_trainer, check_names, open_adapter, wiring_probes
-from parity.probes.subject import Snapshot, Subject, ask
+from parity.probes.subject import ExaminedAdapter, Snapshot, query_probes
 from parity.probes.table import TABLE
 
 UNIT = preset("unit")
@@ -95,7 +95,7 @@ def test_ours_need_a_whole_training_file(name: str) -> None:
 def test_ours_load_no_python_file(name: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").touch()
     with pytest.raises(ParityError, match="only a trainer of your own"):
-        open_adapter(name, UNIT.changed({"recipe.target.model": str(tmp_path / "mine.py")}))
+        open_adapter(name, UNIT.with_values({"recipe.target.model": str(tmp_path / "mine.py")}))
 
 
 def test_a_probe_that_does_not_exist_is_named() -> None:
@@ -110,7 +110,7 @@ class Wrong(Builtin):
         super().__init__(Builtin.open(UNIT).trainer)
         self.how = how
 
-    def step(self, batch: Any, states: Tensor, **options: Any) -> Shown:
+    def step(self, batch: Any, states: Tensor, **options: Any) -> AdapterStep:
         if self.how == "raises":
             raise ValueError("no such key: hidden")
         if self.how == "moves the random state":
@@ -118,14 +118,18 @@ class Wrong(Builtin):
         if self.how == "moves numpy's":
             np.random.rand()
         shown = super().step(batch, states, **options)
-        values = {name: getattr(shown, name) for name in Shown.__slots__}
+        values = {name: getattr(shown, name) for name in AdapterStep.__slots__}
         if self.how == "detached":
             values["hidden"] = shown.hidden.detach()
         if self.how == "another shape":
             values["hidden"] = shown.hidden.flatten(0, 1)
         if self.how == "other anchors":
             values["anchors"] = shown.anchors + 1
-        return shown if self.how in ("right", "moves the random state", "moves numpy's") else Shown(**values)
+        return (
+            shown
+            if self.how in ("right", "moves the random state", "moves numpy's")
+            else AdapterStep(**values)
+        )
 
 
 WRONG = {
@@ -140,9 +144,9 @@ WRONG = {
 
 @pytest.mark.parametrize("how", WRONG)
 def test_a_wrong_step_is_a_finding_that_names_the_part(how: str) -> None:
-    subject = Subject(Wrong(how))
+    subject = ExaminedAdapter(Wrong(how))
     state = torch.get_rng_state()
-    answers = dict(ask(subject, only=["noise"]))
+    answers = dict(query_probes(subject, only=["noise"]))
     finding = answers["noise"].findings[0]
     part, found = WRONG[how]
     assert finding.outcome == "error" and dict(finding.evidence)["part"] == part
@@ -174,7 +178,7 @@ def test_two_mistakes_are_two_findings(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError("no optimizer yet")
 
     monkeypatch.setattr(Wrong, "optimizer", optimizer)
-    answers = ask(Subject(Wrong("another shape")), copies=False)
+    answers = query_probes(ExaminedAdapter(Wrong("another shape")), copies=False)
     told = {f.name: f for _, answer in answers for f in answer.findings if f.outcome == "error"}
     assert "no optimizer yet" in told["frozen"].sentence
     assert [name for name in told if name.startswith("adapter")] == ["adapter.step.hidden"]
@@ -190,7 +194,7 @@ def test_two_mistakes_are_two_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_mistake_says_what_to_do(how: str, do: str) -> None:
-    ((_, answer),) = ask(Subject(Wrong(how)), only=["noise"])
+    ((_, answer),) = query_probes(ExaminedAdapter(Wrong(how)), only=["noise"])
     assert do in answer.findings[0].next_step
 
 
@@ -199,13 +203,13 @@ def test_what_another_finding_explains_is_not_judged() -> None:
     from tests.faults.injected.noise import OnAllSlices
     from tests.faults.wiring import builtin
 
-    answers = dict(ask(Subject(builtin(wiring=OnAllSlices)), only=["noise", "teacher"]))
+    answers = dict(query_probes(ExaminedAdapter(builtin(wiring=OnAllSlices)), only=["noise", "teacher"]))
     assert answers["noise"].findings[0].fault == "noise-on-teacher"
     finding = answers["teacher"].findings[0]
     assert (finding.outcome, finding.fault) == ("skipped", None)
     assert "not judged, since noise-on-teacher was found" in finding.sentence
     assert "What was seen: the teacher's head is not the target's" in finding.sentence
-    alone = dict(ask(Subject(builtin(wiring=OnAllSlices)), only=["teacher"]))
+    alone = dict(query_probes(ExaminedAdapter(builtin(wiring=OnAllSlices)), only=["teacher"]))
     assert alone["teacher"].findings[0].fault == "teacher-head", "by itself it is what was found"
 
 
@@ -223,7 +227,7 @@ def test_what_noise_behind_fc_and_a_head_of_ones_own_explain(
     from tests.faults import collect
 
     (plant,) = (each for each in collect.plants() if each.name == planted and each.trainer == "builtin")
-    answers = dict(ask(Subject(plant.build()), only=[plant.probe, probe]))
+    answers = dict(query_probes(ExaminedAdapter(plant.build()), only=[plant.probe, probe]))
     assert [f.fault for f in answers[plant.probe].findings if f.outcome == "fail"] == [cause]
     assert [f.outcome for f in answers[probe].findings if f.outcome == "fail"] == []
     told = [
@@ -237,25 +241,28 @@ def test_a_window_is_not_judged_where_the_states_are_detached() -> None:
     from tests.faults.injected.frozen import DetachedContext
     from tests.faults.wiring import builtin
 
-    answers = dict(ask(Subject(builtin(wiring=DetachedContext)), only=["context", "frozen"]))
+    answers = dict(query_probes(ExaminedAdapter(builtin(wiring=DetachedContext)), only=["context", "frozen"]))
     assert answers["frozen"].findings[0].fault == "trained-without-gradient"
     told = [f.outcome for f in answers["context"].findings if "window" in f.sentence]
     assert "skipped" in told and "fail" not in told
     window = next(plant for plant in CONTEXT if plant.name == "a full layer slides")
-    assert dict(ask(Subject(window.build()), only=["context"]))["context"].findings[0].outcome == "fail"
+    assert (
+        dict(query_probes(ExaminedAdapter(window.build()), only=["context"]))["context"].findings[0].outcome
+        == "fail"
+    )
 
 
 def test_asking_changes_nothing() -> None:
     """Parameters, their grad, optimizer, hooks and random state are bit for bit what they were, after all probes."""
     adapter = Builtin.open(UNIT)
-    subject = Subject(adapter)
+    subject = ExaminedAdapter(adapter)
     states, anchors = subject.states(subject.batch), subject.anchors(subject.batch)
     adapter.update(subject.batch, states, anchors=anchors, seed=0)  # moments in the optimizer, .grad in place
     before = Snapshot(subject)
     rng = torch.get_rng_state(), np.random.get_state(legacy=False)
     training = adapter.trainer.drafter.training
-    answers = ask(Subject(adapter))
-    assert before.changed() == [] and adapter.trainer.drafter.training == training
+    answers = query_probes(ExaminedAdapter(adapter))
+    assert before.list_changes() == [] and adapter.trainer.drafter.training == training
     assert torch.equal(rng[0], torch.get_rng_state())
     assert np.array_equal(rng[1]["state"]["key"], np.random.get_state(legacy=False)["state"]["key"])
     told = [f.name for _, answer in answers for f in answer.findings if f.name.endswith(".untouched")]
@@ -263,20 +270,20 @@ def test_asking_changes_nothing() -> None:
 
 
 def test_a_probe_that_changes_something_is_told_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from parity.probes.trainer.noise import Noise
+    from parity.probes.trainer.noise import NoiseProbe
 
     adapter = Builtin.open(UNIT)
     weight = adapter.trainer.drafter.fc.weight
     before = weight.detach().clone()
 
-    def spoil(self: Noise, subject: Subject) -> Any:
+    def spoil(self: NoiseProbe, subject: ExaminedAdapter) -> Any:
         with torch.no_grad():
             weight.add_(1)
         return own(self, subject)
 
-    own = Noise.run
-    monkeypatch.setattr(Noise, "run", spoil)
-    ((_, answer),) = ask(Subject(adapter), only=["noise"])
+    own = NoiseProbe.run
+    monkeypatch.setattr(NoiseProbe, "run", spoil)
+    ((_, answer),) = query_probes(ExaminedAdapter(adapter), only=["noise"])
     assert answer.findings[-1].name == "noise.untouched" and "fc.weight" in answer.findings[-1].sentence
     assert torch.equal(weight, before)
 

@@ -186,11 +186,11 @@ def machines() -> tuple[Finding, Table]:
     here |= {"cpu": "AMD EPYC", "torch threads": "8", "python": "3.11.7"}
     there = here | {"flash-linear-attention": "absent", "cuda:0": "NVIDIA L40S", "$OMP_NUM_THREADS": "1"}
     a, b = (
-        environment.Side(label=label, pairs=pairs, devices=True)
+        environment.EnvironmentSide(label=label, pairs=pairs, devices=True)
         for label, pairs in (("training machine", here), ("evaluation machine", there))
     )
-    found = environment.differences(a, b)
-    return environment.finding_of(a, b, found), environment.table_of(a, b, found)
+    found = environment.environment_differences(a, b)
+    return environment.finding_of(a, b, found), environment.environment_table(a, b, found)
 
 
 def compare_page(seed: int = 0) -> Report:
@@ -334,7 +334,7 @@ def steps(seed: int = 0, count: int = 20, every: int = 50, fault_at: int = 300) 
 
 def train_page(seed: int = 0) -> Report:
     """A training run with the moment of drift, as `parity show steps.jsonl` gives it."""
-    return from_steps.report_of(
+    return from_steps.steps_report(
         steps(seed),
         title="Training run tiny",
         command="parity train tiny.yaml --out run",

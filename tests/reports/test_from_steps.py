@@ -24,7 +24,7 @@ def step(number: int, *findings: Finding, values: tuple[tuple[str, Value], ...] 
 
 def run_of(*outcomes: Outcome, **more: Any) -> Any:
     steps = [step(50 * n, finding(outcome)) for n, outcome in enumerate(outcomes, 1)]
-    return from_steps.report_of(steps, title="run", command="c", **more)
+    return from_steps.steps_report(steps, title="run", command="c", **more)
 
 
 def test_the_first_bad_step_is_named() -> None:
@@ -79,7 +79,7 @@ def test_a_mark_names_the_fault_and_stands_on_every_timeline() -> None:
             values=(("loss", 1.5), ("layer.1.snr", 4.0)),
         ),
     ]
-    report = from_steps.report_of(steps, title="r", command="c")
+    report = from_steps.steps_report(steps, title="r", command="c")
     timelines = [table for table in report.tables if table.name.startswith("timeline.")]
     assert [table.name for table in timelines] == ["timeline.loss", "timeline.layer.*.snr"]
     assert timelines[1].title == "layer.1.snr over steps"  # a group of one has its own name
@@ -108,14 +108,14 @@ def test_what_never_changed_has_no_timeline_and_is_listed() -> None:
         )
         for n in (1, 2, 3)
     ]
-    report = from_steps.report_of(steps, title="r", command="c")
+    report = from_steps.steps_report(steps, title="r", command="c")
     assert numbers_of(report) == ["timeline.*.mean", "unchanged"]
     assert report.table("unchanged").rows == (
         ("slot.2.weight", 0.5, 3),
         ("slot.10.weight", 0.25, 3),
         ("loss.gamma", 4.0, 3),
     )
-    only = from_steps.report_of(steps[:1], title="r", command="c")
+    only = from_steps.steps_report(steps[:1], title="r", command="c")
     assert (
         numbers_of(only) == ["unchanged"] and len(only.table("unchanged").rows) == 4
     )  # one step moves nothing, and hides nothing
@@ -123,14 +123,14 @@ def test_what_never_changed_has_no_timeline_and_is_listed() -> None:
 
 def test_what_is_never_finite_has_not_changed() -> None:
     steps = [step(n, values=(("snr", math.nan),)) for n in (1, 2)]
-    report = from_steps.report_of(steps, title="r", command="c")
+    report = from_steps.steps_report(steps, title="r", command="c")
     assert numbers_of(report) == ["unchanged"]
 
 
 def test_a_run_is_looked_at_for_its_loss_and_tau_before_its_moments() -> None:
     names = ("x.std", "x.mean", "lr", "layer.1.snr", "slot.1.accuracy", "tau.estimate", "loss")
     steps = [step(n, values=tuple((name, 1.0 * n) for name in names)) for n in (1, 2)]
-    report = from_steps.report_of(steps, title="r", command="c")
+    report = from_steps.steps_report(steps, title="r", command="c")
     assert [report.table(name).title.removesuffix(" over steps") for name in numbers_of(report)] == [
         "loss",
         "tau.estimate",
@@ -153,7 +153,7 @@ def test_a_run_is_looked_at_for_its_loss_and_tau_before_its_moments() -> None:
     ],
 )
 def test_values_are_grouped_by_name(name: str, group: tuple[str, str]) -> None:
-    assert from_steps.group_of(name) == group
+    assert from_steps.column_group_of(name) == group
 
 
 def test_timelines_sort_lines_by_number_and_choose_their_axis() -> None:
@@ -165,7 +165,7 @@ def test_timelines_sort_lines_by_number_and_choose_their_axis() -> None:
             ("b.mean", 200.0),
         )
 
-    report = from_steps.report_of([step(n, values=values(n)) for n in (1, 2)], title="r", command="c")
+    report = from_steps.steps_report([step(n, values=values(n)) for n in (1, 2)], title="r", command="c")
     slots, means = report.table("timeline.slot.*.weight"), report.table("timeline.*.mean")
     assert [row[:2] for row in slots.rows] == [(1, "2"), (2, "2"), (1, "10"), (2, "10")]
     assert slots.chart is not None and slots.chart.log and slots.chart.series == "series"
@@ -177,7 +177,7 @@ def test_texts_and_flags_are_listed_where_they_change() -> None:
     steps = [
         step(n, values=(("loss.kind", "hard CE" if n < 3 else "KL"), ("train", True))) for n in range(1, 5)
     ]
-    rows = from_steps.report_of(steps, title="r", command="c").table("changes").rows
+    rows = from_steps.steps_report(steps, title="r", command="c").table("changes").rows
     assert rows == (
         (1, "loss.kind", None, "hard CE"),
         (1, "train", None, True),
@@ -187,7 +187,7 @@ def test_texts_and_flags_are_listed_where_they_change() -> None:
 
 def test_every_painter_takes_it_and_no_step_is_an_error() -> None:
     report = run_of("pass", "fail")
-    assert schema.read(to_json.paint(report)) == report
+    assert schema.read_report(to_json.paint(report)) == report
     assert "first at step 100" in to_text.paint(report) and "first at step 100" in to_html.paint(report)
     with pytest.raises(ParityError, match="no step report"):
-        from_steps.report_of([], title="r", command="c")
+        from_steps.steps_report([], title="r", command="c")

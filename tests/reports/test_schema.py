@@ -46,18 +46,18 @@ def _table(*values: Any) -> Table:
 
 
 def test_version_is_a_promise() -> None:
-    assert schema.SCHEMA == "parity-report/1"
+    assert schema.REPORT_SCHEMA == "parity-report/1"
     assert schema.UPGRADES == {}
 
 
 def test_round_trip_is_exact(small: Report, big: Report) -> None:
     for report in (replace(small, tables=()), big):
-        assert schema.read(to_json.paint(report)) == report
+        assert schema.read_report(to_json.paint(report)) == report
 
 
 def test_round_trip_keeps_kind_and_sign(report_of: Callable[..., Report]) -> None:
     report = report_of(tables=(_table(*VALUES),), seconds=3)
-    back = schema.read(to_json.paint(report))
+    back = schema.read_report(to_json.paint(report))
     assert back == report
     values = [row[0] for row in back.tables[0].rows]
     assert [repr(value) for value in values] == [repr(value) for value in VALUES]
@@ -67,14 +67,14 @@ def test_round_trip_keeps_kind_and_sign(report_of: Callable[..., Report]) -> Non
 def test_nan_survives(report_of: Callable[..., Report]) -> None:
     text = to_json.paint(report_of(tables=(_table(math.nan),)))
     assert '[{"$float": "nan"}]' in text
-    value = schema.read(text).tables[0].rows[0][0]
+    value = schema.read_report(text).tables[0].rows[0][0]
     assert isinstance(value, float) and math.isnan(value)
 
 
 @pytest.mark.parametrize("text", ['{"$row": 0}', '"$row": 0', "{", "\0row", "$row"])
 def test_no_text_is_taken_for_a_row(report_of: Callable[..., Report], text: str) -> None:
     report = report_of(title=text, subject=((text, text), ("{", text)), tables=(_table(text),))
-    assert schema.read(to_json.paint(report)) == report
+    assert schema.read_report(to_json.paint(report)) == report
 
 
 def test_json_is_strict_ascii_and_a_row_a_line(big: Report, small: Report, hostile: str) -> None:
@@ -131,7 +131,7 @@ def test_fields_with_a_default_may_be_absent(small: Report) -> None:
 )
 def test_foreign_and_damaged_texts_are_refused(text: str, found: str) -> None:
     with pytest.raises(ParityError) as error:
-        schema.read(text)
+        schema.read_report(text)
     assert found in error.value.found and error.value.do
     assert str(error.value).count("\n") == 1
 
@@ -165,12 +165,12 @@ def test_damage_is_located(small: Report, path: tuple[Any, ...], value: Any, fou
 def test_read_a_file(small: Report, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     file.write_text(to_json.paint(replace(small, tables=())))
-    assert schema.read(file) == schema.read(str(file)) == replace(small, tables=())
+    assert schema.read_report(file) == schema.read_report(str(file)) == replace(small, tables=())
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ParityError, match="bytes that are no text"):
-        schema.read(file)
+        schema.read_report(file)
     with pytest.raises(ParityError, match="Is a directory"):
-        schema.read(tmp_path)
+        schema.read_report(tmp_path)
 
 
 def test_an_older_version_is_read_through_the_table(small: Report, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,13 +30,13 @@ def test_round_trip_through_a_file(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     for step in (STEP, plain(100)):
         step_log.append(file, step)
-    assert step_log.read(file) == (STEP, plain(100))
+    assert step_log.read_step_log(file) == (STEP, plain(100))
     assert file.read_bytes().count(b"\n") == 2 and file.read_bytes().isascii()
 
 
 def test_nan_survives(tmp_path: Path) -> None:
     step_log.append(tmp_path / "s", replace(STEP, values=(("loss", math.nan),)))
-    value = step_log.read(tmp_path / "s")[0].values[0][1]
+    value = step_log.read_step_log(tmp_path / "s")[0].values[0][1]
     assert isinstance(value, float) and math.isnan(value)
 
 
@@ -46,19 +46,19 @@ def test_a_cut_last_line_is_left_out_and_then_replaced(tmp_path: Path, cut: int)
     whole = step_log.line(plain(1)) + step_log.line(STEP)
     file.write_text(whole[:-cut])
     # the newline alone is missing: the line is whole and counts
-    assert [step.step for step in step_log.read(file)] == ([1, 50] if cut == 1 else [1])
+    assert [step.step for step in step_log.read_step_log(file)] == ([1, 50] if cut == 1 else [1])
     step_log.append(file, plain(60))
-    assert [step.step for step in step_log.read(file)] == ([1, 50, 60] if cut == 1 else [1, 60])
+    assert [step.step for step in step_log.read_step_log(file)] == ([1, 50, 60] if cut == 1 else [1, 60])
     file.write_text(whole[:20])  # the only line is cut
-    assert step_log.read(file) == ()
+    assert step_log.read_step_log(file) == ()
     step_log.append(file, plain(2))
-    assert step_log.read(file) == (plain(2),)
+    assert step_log.read_step_log(file) == (plain(2),)
 
 
 def test_a_run_that_went_back_is_read_once(tmp_path: Path) -> None:
     for step in (50, 100, 150, 100, 120):
         step_log.append(tmp_path / "s", plain(step))
-    assert [step.step for step in step_log.read(tmp_path / "s")] == [50, 100, 120]
+    assert [step.step for step in step_log.read_step_log(tmp_path / "s")] == [50, 100, 120]
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_a_run_that_went_back_is_read_once(tmp_path: Path) -> None:
 def test_what_is_no_step_report_is_refused(tmp_path: Path, text: str, found: str) -> None:
     (tmp_path / "s").write_text(text)
     with pytest.raises(ParityError) as error:
-        step_log.read(tmp_path / "s")
+        step_log.read_step_log(tmp_path / "s")
     assert found in error.value.found and error.value.do
 
 
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(ParityError, match="No such file"):
-        step_log.read(tmp_path / "none")
+        step_log.read_step_log(tmp_path / "none")
 
 
 def test_json_schema_fits_what_is_written() -> None:

@@ -88,7 +88,7 @@ RUN = (
 
 
 def test_steps() -> None:
-    frame = to_frame.steps(RUN)
+    frame = to_frame.steps_frame(RUN)
     assert frame.index.tolist() == [50, 100, 150] and frame.index.name == "step"
     assert list(frame.columns) == [
         "time",
@@ -112,8 +112,8 @@ def test_steps() -> None:
     assert frame["fc.mean"].isna().tolist() == [False, True, False]
     assert frame["late"].isna().tolist() == [True, True, False]
     assert str(frame["time"].dtype).startswith("datetime64") and frame["time"].iloc[0].second == 50
-    assert to_frame.steps(()).empty
-    assert to_frame.steps([replace(RUN[0], time="noon")])["time"].isna().tolist() == [True]
+    assert to_frame.steps_frame(()).empty
+    assert to_frame.steps_frame([replace(RUN[0], time="noon")])["time"].isna().tolist() == [True]
 
 
 def test_tables_and_findings_of_steps() -> None:
@@ -128,11 +128,11 @@ def test_a_run_that_still_goes_on(tmp_path: Path) -> None:
     """Read while the last line is being written: the whole lines are there."""
     file = tmp_path / "steps.jsonl"
     file.write_text("".join(step_log.line(each) for each in RUN)[:-30])
-    assert to_frame.steps(step_log.read(file)).index.tolist() == [50, 100]
+    assert to_frame.steps_frame(step_log.read_step_log(file)).index.tolist() == [50, 100]
 
 
 def test_parquet_comes_back_equal(small: Report, tmp_path: Path) -> None:
-    written = to_frame.export(small, tmp_path / "r")
+    written = to_frame.write_frames(small, tmp_path / "r")
     assert sorted(path.name for path in written) == [
         "evidence.parquet",
         "findings.parquet",
@@ -143,9 +143,9 @@ def test_parquet_comes_back_equal(small: Report, tmp_path: Path) -> None:
     frame = to_frame.tables(small)["layers.fp32"]
     back = pd.read_parquet(tmp_path / "r/table.layers.fp32.parquet")
     pd.testing.assert_frame_equal(back[:3], frame[:3])  # pandas' own reader makes NA of the nan in row 3
-    to_frame.export(RUN[:2], tmp_path / "s")
+    to_frame.write_frames(RUN[:2], tmp_path / "s")
     back = pd.read_parquet(tmp_path / "s/steps.parquet")
-    pd.testing.assert_frame_equal(back, to_frame.steps(RUN[:2]))
+    pd.testing.assert_frame_equal(back, to_frame.steps_frame(RUN[:2]))
 
 
 def test_the_file_tells_nan_from_nothing(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_files_that_would_be_one_and_folders_that_cannot_be_written(
 ) -> None:
     twins = tuple(replace(table_of("int", 1), name=name) for name in ("a/b", "a:b"))
     with pytest.raises(ParityError, match="two whose names become table.a_b.parquet"):
-        to_frame.export(report_of(tables=twins), tmp_path)
+        to_frame.write_frames(report_of(tables=twins), tmp_path)
     with pytest.raises(ParityError, match="name a file that can be written"):
-        to_frame.to_parquet(to_frame.steps(RUN), tmp_path / "none/x.parquet")
+        to_frame.to_parquet(to_frame.steps_frame(RUN), tmp_path / "none/x.parquet")
     assert not (tmp_path.parent / "b.parquet").exists()

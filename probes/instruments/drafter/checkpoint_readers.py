@@ -19,34 +19,34 @@ from torch import Tensor
 
 from parity.errors import ParityError
 from parity.model.dflash.drafter import block_ids
-from parity.model.dflash.export import Answers, Imported, load_checkpoint
+from parity.model.dflash.export import AmbiguityAnswers, ImportedCheckpoint, load_checkpoint
 from parity.model.dflash.mask import training_layout
-from parity.probes.instruments.drafter.receptive_field import Look
+from parity.probes.instruments.drafter.receptive_field import ProbeBatch
 
 
-class NotAsked(Exception):
+class ReaderUnavailable(Exception):
     """A reader that cannot be asked, and why."""
 
 
-class Unread(Exception):
+class ReaderRefusal(Exception):
     """A reader that does not take the checkpoint, and what it says."""
 
 
-def imported(folder: Path, partial: bool) -> Imported:
+def import_checkpoint(folder: Path, partial: bool) -> ImportedCheckpoint:
     """The checkpoint by our reader. partial: whether a share of each head that turns is read as vLLM reads it."""
-    return load_checkpoint(folder, Answers(partial_rotary=True) if partial else None)
+    return load_checkpoint(folder, AmbiguityAnswers(partial_rotary=True) if partial else None)
 
 
-class Ours:
+class OwnReader:
     """`parity.model.dflash.export.load_checkpoint`."""
 
     name = "parity"
 
-    def __init__(self, read: Imported) -> None:
+    def __init__(self, read: ImportedCheckpoint) -> None:
         self.read = read
 
     @torch.no_grad()
-    def hidden(self, folder: Path, look: Look, fc_input: Tensor, table: Tensor) -> Tensor:
+    def compute_hidden(self, folder: Path, look: ProbeBatch, fc_input: Tensor, table: Tensor) -> Tensor:
         """All blocks in one training pass, by the checkpoint's own block size and mask token."""
         del folder
         drafter = self.read.drafter.float() if fc_input.dtype != torch.float64 else self.read.drafter.double()
@@ -58,23 +58,23 @@ class Ours:
         return made
 
 
-class Zlab:
+class ZlabReader:
     """z-lab's package, as its inference calls it: one block, the states before the anchor, positions from 0."""
 
     name = "dflash"
 
     @torch.no_grad()
-    def hidden(self, folder: Path, look: Look, fc_input: Tensor, table: Tensor) -> Tensor:
+    def compute_hidden(self, folder: Path, look: ProbeBatch, fc_input: Tensor, table: Tensor) -> Tensor:
         try:
             from dflash.model import DFlashDraftModel
         except ImportError as error:
-            raise NotAsked("not installed (make peers)") from error
-        with _said(self.name), quiet():
+            raise ReaderUnavailable("not installed (make peers)") from error
+        with _as_refusal(self.name), quiet():
             model: Any = DFlashDraftModel.from_pretrained(str(folder), dtype=torch.float32).eval()
         batch, rows = look.batch, []
         for anchor in look.anchors.tolist():
             before = (batch.document == batch.document[anchor]) & (batch.position < batch.position[anchor])
-            with _said(self.name):
+            with _as_refusal(self.name):
                 ids = torch.full((1, model.block_size), int(model.mask_token_id))
                 ids[0, 0] = batch.tokens[anchor]
                 made = model(
@@ -86,22 +86,22 @@ class Zlab:
         return torch.cat(rows)
 
 
-class Speculators:
+class SpeculatorsReader:
     """speculators' model, with our anchors in place of its own draw."""
 
     name = "speculators"
 
     @torch.no_grad()
-    def hidden(self, folder: Path, look: Look, fc_input: Tensor, table: Tensor) -> Tensor:
+    def compute_hidden(self, folder: Path, look: ProbeBatch, fc_input: Tensor, table: Tensor) -> Tensor:
         try:
             from speculators.models.dflash import core
             from speculators.models.dflash.config import DFlashSpeculatorConfig
         except ImportError as error:
-            raise NotAsked("not installed (make peers)") from error
-        with _said(self.name), quiet():
+            raise ReaderUnavailable("not installed (make peers)") from error
+        with _as_refusal(self.name), quiet():
             config = DFlashSpeculatorConfig.from_pretrained(str(folder))
             if getattr(config.transformer_layer_config, "sliding_window", None) is not None:
-                raise NotAsked("it counts windows from the anchor, and no engine serves it so")
+                raise ReaderUnavailable("it counts windows from the anchor, and no engine serves it so")
             config.speculators_config.verifier.name_or_path = None
             config.transformer_layer_config._attn_implementation = (
                 "sdpa"  # its default, flex, takes 12 s on a CPU
@@ -113,7 +113,7 @@ class Speculators:
         drawn = core.select_anchors
         core.select_anchors = lambda *_, **__: (look.anchors, valid)
         try:
-            with _said(self.name):
+            with _as_refusal(self.name):
                 made = model._backbone_forward(
                     hidden_states=fc_input.float()[None],
                     input_ids=batch.tokens[None],
@@ -130,16 +130,16 @@ class Speculators:
 
 
 @contextmanager
-def _said(name: str) -> Iterator[None]:
+def _as_refusal(name: str) -> Iterator[None]:
     """What a reader raises about a checkpoint, as its answer."""
     try:
         yield
-    except NotAsked:
+    except ReaderUnavailable:
         raise
     except ParityError as error:
-        raise Unread(f"{name}: {error.asked}: {error.found}") from error
+        raise ReaderRefusal(f"{name}: {error.asked}: {error.found}") from error
     except Exception as error:  # it may raise what it likes
-        raise Unread(
+        raise ReaderRefusal(
             f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
 
@@ -160,6 +160,6 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def peers_of(layout: str) -> tuple[Zlab | Speculators, ...]:
+def peers_of(layout: str) -> tuple[ZlabReader | SpeculatorsReader, ...]:
     """Other projects' readers of a layout."""
-    return (Zlab(),) if layout == "zlab" else (Speculators(),)
+    return (ZlabReader(),) if layout == "zlab" else (SpeculatorsReader(),)

@@ -21,22 +21,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.probes.adapters.base import Missing
-from parity.probes.instruments.drafter.receptive_field import Look, products_in
+from parity.probes.adapters.base import NotExposed
+from parity.probes.instruments.drafter.receptive_field import ProbeBatch, products_in
 from parity.probes.instruments.drafter.reference import (
-    Reading,
-    View,
-    Weights,
-    changed,
+    DrafterHypothesis,
+    DrafterWeights,
+    LayerView,
+    compute_hidden_states,
     distance,
-    hidden,
     limit,
+    override_parameters,
 )
-from parity.probes.subject import Subject
+from parity.probes.subject import ExaminedAdapter
 
 THETAS = (1e4, 1e6, 1e7, 5e6, 5e5, 1e5, 1e3)
 """Rope bases in use: Llama 2, Qwen3, Qwen3.6, Qwen3-Coder, Llama 3, and neighbours."""
-PARTS = (1.0, 0.5, 0.25)
+LAYER_PARTS = (1.0, 0.5, 0.25)
 """Shares of a head that turn: most, the embedded target, Qwen3-Next and later."""
 EPSILONS = (1e-6, 1e-5, 1e-8)
 COMPARED = 4
@@ -44,7 +44,7 @@ COMPARED = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class HypothesisChange:
     """One way in which a reading departs from the declared one."""
 
     name: str
@@ -54,16 +54,16 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Match:
+class HypothesisFit:
     """How the computed hidden states compare with the declared reading, and with others."""
 
     precision: str
     limit: float
     declared: float
     """Distance from the declared reading."""
-    reading: Reading | None
+    reading: DrafterHypothesis | None
     """The reading that agrees, the declared one first; None where none does."""
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[HypothesisChange, ...] = ()
     nearest: tuple[str, float] = ("", 0.0)
     """Where none agrees: the nearest tried, and its distance."""
     blind: tuple[str, ...] = ()
@@ -76,59 +76,62 @@ class Match:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Case:
+class ComputedBlocks:
     """Blocks of one row, as computed."""
 
-    look: Look
+    look: ProbeBatch
     rows: Tensor
     """Which of the look's anchors, [n]."""
 
 
-def globals_of(reading: Reading) -> Iterator[tuple[Difference, Reading]]:
+def globals_of(reading: DrafterHypothesis) -> Iterator[tuple[HypothesisChange, DrafterHypothesis]]:
     """Readings that differ in one thing that all layers share."""
     block = (-1, 1)
     for shift in block:
         words = f"the block's positions are {abs(shift)} too {'high' if shift > 0 else 'low'}"
-        yield Difference(name="block-positions", words=words), replace(reading, shift=shift)
+        yield HypothesisChange(name="block-positions", words=words), replace(reading, shift=shift)
     yield (
-        Difference(name="block-positions", words="all slots stand at the anchor's position"),
+        HypothesisChange(name="block-positions", words="all slots stand at the anchor's position"),
         replace(reading, stride=0),
     )
     for theta in THETAS:
         if theta != reading.rope.rope_theta:
             words = f"rope base {theta:g} instead of {reading.rope.rope_theta:g}"
             yield (
-                Difference(name="rope-base", words=words),
+                HypothesisChange(name="rope-base", words=words),
                 replace(reading, rope=replace(reading.rope, rope_theta=theta)),
             )
-    for part in PARTS:
+    for part in LAYER_PARTS:
         if part != reading.rope.partial_rotary_factor:
             words = f"{part:g} of each head turns instead of {reading.rope.partial_rotary_factor:g}"
             rope = replace(reading.rope, partial_rotary_factor=part)
-            yield Difference(name="rope-part", words=words), replace(reading, rope=rope)
-    for part in PARTS[1:]:
+            yield HypothesisChange(name="rope-part", words=words), replace(reading, rope=rope)
+    for part in LAYER_PARTS[1:]:
         words = f"the first {part:g} of a whole head's frequencies turn"
         rope = replace(reading.rope, rope_type="proportional", partial_rotary_factor=part, factor=1.0)
-        yield Difference(name="rope-part", words=words), replace(reading, rope=rope)
+        yield HypothesisChange(name="rope-part", words=words), replace(reading, rope=rope)
     for until in (1, -1):
         what = "takes in the anchor's own state" if until > 0 else "ends one token early"
-        yield Difference(name="context-edge", words=f"the context {what}"), replace(reading, until=until)
+        yield (
+            HypothesisChange(name="context-edge", words=f"the context {what}"),
+            replace(reading, until=until),
+        )
     yield (
-        Difference(name="context-edge", words="the first token's state is left out"),
+        HypothesisChange(name="context-edge", words="the first token's state is left out"),
         replace(reading, drop_first=1),
     )
     yield (
-        Difference(name="context-norm", words="the norm behind fc is not applied"),
+        HypothesisChange(name="context-norm", words="the norm behind fc is not applied"),
         replace(reading, context_norm=False),
     )
     for eps in EPSILONS:
         if eps != reading.eps:
             words = f"norms add {eps:g} instead of {reading.eps:g}"
-            yield Difference(name="norm-epsilon", words=words), replace(reading, eps=eps)
+            yield HypothesisChange(name="norm-epsilon", words=words), replace(reading, eps=eps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Taken:
+class ScaledHidden:
     """The step's hidden states while some output projections were scaled."""
 
     values: Mapping[str, Tensor]
@@ -137,46 +140,48 @@ class Taken:
     """[n, B, D] of each case."""
 
 
-class Lens:
+class VisibleStep:
     """A trainer's step and its reference, with attention made visible."""
 
     def __init__(
         self,
-        looks: Sequence[Look],
-        weights: Weights,
+        looks: Sequence[ProbeBatch],
+        weights: DrafterWeights,
         table: Tensor,
-        declared: Reading,
+        declared: DrafterHypothesis,
         blocks: int = COMPARED,
     ) -> None:
         self.weights, self.table, self.declared = weights, table, declared
         self.parameters = looks[0].subject.parameters
-        self.cases = [Case(look=look, rows=_spread(len(look.anchors), blocks)) for look in looks]
-        self.plain = [look.shown for look in looks]  # made now, before any parameter is scaled
+        self.cases = [ComputedBlocks(look=look, rows=_spread(len(look.anchors), blocks)) for look in looks]
+        self.plain = [look.step_output for look in looks]  # made now, before any parameter is scaled
         self.precision = products_in(looks[0], self.parameters)
-        self.whole = self._taken(None)
+        self.whole = self._scale_hidden(None)
         self.live = any(
-            not torch.equal(found, case.look.shown.hidden.detach()[case.rows])
+            not torch.equal(found, case.look.step_output.hidden.detach()[case.rows])
             for found, case in zip(self.whole.found, self.cases, strict=True)
         )
         """Whether the parameters shown are those that the step uses: scaling them moved it."""
         if not self.live:
-            self.whole = Taken(values={}, found=self.whole.found)
-        self._single: dict[int, Taken] = {}
+            self.whole = ScaledHidden(values={}, found=self.whole.found)
+        self._single: dict[int, ScaledHidden] = {}
 
     @classmethod
-    def of(cls, looks: Sequence[Look], reading: Reading, blocks: int = COMPARED) -> "Lens | str":
+    def of(
+        cls, looks: Sequence[ProbeBatch], reading: DrafterHypothesis, blocks: int = COMPARED
+    ) -> "VisibleStep | str":
         """Or the reason why nothing can be compared. blocks: of each look that are computed twice, at most."""
         subject = looks[0].subject
-        weights = Weights.of(subject.parameters)
+        weights = DrafterWeights.of(subject.parameters)
         if weights is None:
             return "the parameters have no z-lab names, so the layers were not compared with a reference"
         if weights.layers != len(reading.layers):
             return f"{weights.layers} layers, {len(reading.layers)} declared: not compared with a reference"
-        if looks[0].shown.fc_input.shape[1] != weights.values["fc.weight"].shape[1]:
+        if looks[0].step_output.fc_input.shape[1] != weights.values["fc.weight"].shape[1]:
             return "fc's input is not as wide as fc's weight: not compared with a reference"
         try:
-            table = table_of(subject)
-        except Missing:
+            table = hypothesis_table(subject)
+        except NotExposed:
             return (
                 "neither embed_tokens.weight nor a reference: the layers were not compared with a reference"
             )
@@ -184,42 +189,53 @@ class Lens:
 
     # --- one comparison -------------------------------------------------------------------------------
 
-    def _taken(self, only: int | None) -> Taken:
+    def _scale_hidden(self, only: int | None) -> ScaledHidden:
         """A step in which each layer's attention adds about as much as the residual, or only one layer's anything."""
         mixing: list[float] = []
-        self._wanted(self.cases[0], self.declared, {}, dtype=torch.float32, mixing=mixing)
+        self._hidden_under(self.cases[0], self.declared, {}, dtype=torch.float32, mixing=mixing)
         values: dict[str, Tensor] = {}
         for layer, size in enumerate(mixing):
             name = f"layers.{layer}.self_attn.o_proj.weight"
             weight = self.parameters[name].data
-            weight = weight / size if size > 0 else drawn(weight)
+            weight = weight / size if size > 0 else draw_projection(weight)
             values[name] = weight if only in (None, layer) else torch.zeros_like(weight)
-        with changed(self.parameters, values):
+        with override_parameters(self.parameters, values):
             found = tuple(case.look.step().hidden.detach()[case.rows] for case in self.cases)
-        return Taken(values=values, found=found)
+        return ScaledHidden(values=values, found=found)
 
-    def alone(self, layer: int) -> Taken:
+    def alone(self, layer: int) -> ScaledHidden:
         """The step with every layer's attention switched off but one's."""
         if layer not in self._single:
-            self._single[layer] = self._taken(layer)
+            self._single[layer] = self._scale_hidden(layer)
         return self._single[layer]
 
-    def _wanted(self, case: Case, reading: Reading, values: Mapping[str, Tensor], **options: Any) -> Tensor:
+    def _hidden_under(
+        self, case: ComputedBlocks, reading: DrafterHypothesis, values: Mapping[str, Tensor], **options: Any
+    ) -> Tensor:
         """[n, B, D] under a reading, with these parameters in place of the drafter's."""
         row = replace(case.look.row, anchors=case.look.anchors[case.rows])
         weights = replace(self.weights, values={**self.weights.values, **values})
-        return hidden(weights, reading, row, case.look.shown.fc_input, self.table, **options)
+        return compute_hidden_states(
+            weights, reading, row, case.look.step_output.fc_input, self.table, **options
+        )
 
-    def computed(self, look: Look, reading: Reading, values: Mapping[str, Tensor], table: Tensor) -> Tensor:
+    def compute_hidden(
+        self, look: ProbeBatch, reading: DrafterHypothesis, values: Mapping[str, Tensor], table: Tensor
+    ) -> Tensor:
         """[A, B, D] of all a look's blocks under a reading, in float32, with another embedding."""
         weights = replace(self.weights, values={**self.weights.values, **values})
-        return hidden(weights, reading, look.row, look.shown.fc_input, table, dtype=torch.float32)
+        return compute_hidden_states(
+            weights, reading, look.row, look.step_output.fc_input, table, dtype=torch.float32
+        )
 
-    def apart(self, taken: Taken, reading: Reading, dtype: torch.dtype = torch.float64) -> float:
+    def apart(
+        self, taken: ScaledHidden, reading: DrafterHypothesis, dtype: torch.dtype = torch.float64
+    ) -> float:
         """Largest distance over the cases."""
         pairs = zip(self.cases, taken.found, strict=True)
         return max(
-            distance(each, self._wanted(case, reading, taken.values, dtype=dtype)) for case, each in pairs
+            distance(each, self._hidden_under(case, reading, taken.values, dtype=dtype))
+            for case, each in pairs
         )
 
     def limit(self) -> float:
@@ -227,11 +243,11 @@ class Lens:
         case = self.cases[0]
         row = replace(case.look.row, anchors=case.look.anchors[case.rows])
         weights = replace(self.weights, values={**self.weights.values, **self.whole.values})
-        return limit(weights, self.declared, row, case.look.shown.fc_input, self.table, self.precision)
+        return limit(weights, self.declared, row, case.look.step_output.fc_input, self.table, self.precision)
 
     # --- search ---------------------------------------------------------------------------------------
 
-    def match(self, *, rope_known: bool = True) -> Match:
+    def match(self, *, rope_known: bool = True) -> HypothesisFit:
         """The declared reading, or what agrees instead. rope_known: whether rope and epsilon are declared at all; where
         not, those that fit best are taken."""
         limit, apart = self.limit(), self.apart(self.whole, self.declared)
@@ -240,7 +256,7 @@ class Lens:
                 _ropes(self.declared), key=lambda each: self.apart(self.whole, each, torch.float32)
             )
             apart = self.apart(self.whole, self.declared)
-        base = Match(
+        base = HypothesisFit(
             precision=str(self.precision).removeprefix("torch."),
             limit=limit,
             declared=apart,
@@ -251,34 +267,38 @@ class Lens:
     def _blind(self, limit: float) -> tuple[str, ...]:
         """What would look the same: a direction, a position."""
         case, single = self.cases[0], torch.float32
-        wanted = self._wanted(case, self.declared, self.whole.values, dtype=single)
+        wanted = self._hidden_under(case, self.declared, self.whole.values, dtype=single)
         others = [("the block's positions", replace(self.declared, shift=1))]
         for layer, view in enumerate(self.declared.layers):
             other = self.declared.with_layer(layer, replace(view, causal=not view.causal))
             others.append((f"the direction within the block in layer {layer}", other))
         made = (
-            (words, self._wanted(case, other, self.whole.values, dtype=single)) for words, other in others
+            (words, self._hidden_under(case, other, self.whole.values, dtype=single))
+            for words, other in others
         )
         return tuple(words for words, each in made if distance(each, wanted) <= limit)
 
-    def windows(self) -> tuple[View, ...]:
+    def windows(self) -> tuple[LayerView, ...]:
         """Each layer's window as its slots show it, the direction as declared."""
         look = self.cases[-1].look
         anchor = int(look.batch.position[look.anchors].argmax())
         views = []
         for layer, view in enumerate(self.declared.layers):
-            with changed(self.parameters, self.alone(layer).values):
+            with override_parameters(self.parameters, self.alone(layer).values):
                 seen = look.slots(anchor, look.step())
             views.append(_window(seen, look, anchor, view))
         return tuple(views)
 
-    def _search(self, base: Match) -> Match:
+    def _search(self, base: HypothesisFit) -> HypothesisFit:
         """Windows as measured, each layer's direction by comparison, with at most one thing else."""
         measured = replace(self.declared, layers=self.windows()) if self.live else self.declared
-        best: tuple[float, tuple[Difference, ...]] = (math.inf, ())
-        tried: list[tuple[Difference | None, Reading]] = [(None, measured), *globals_of(measured)]
+        best: tuple[float, tuple[HypothesisChange, ...]] = (math.inf, ())
+        tried: list[tuple[HypothesisChange | None, DrafterHypothesis]] = [
+            (None, measured),
+            *globals_of(measured),
+        ]
         for change, reading in tried:
-            reading = self._directed(reading)
+            reading = self._fit_directions(reading)
             apart = self.apart(self.whole, reading, torch.float32 if base.limit > 1e-5 else torch.float64)
             differences = (*([change] if change else []), *layer_differences(self.declared, reading))
             if apart <= base.limit:
@@ -288,7 +308,7 @@ class Lens:
         words = "; ".join(each.words for each in best[1]) or "the declared one"
         return replace(base, reading=None, nearest=(words, best[0]))
 
-    def _directed(self, reading: Reading) -> Reading:
+    def _fit_directions(self, reading: DrafterHypothesis) -> DrafterHypothesis:
         """The reading with each layer's direction as it fits better, by at least a factor of two."""
         for layer, view in enumerate(reading.layers):
             other = reading.with_layer(layer, replace(view, causal=not view.causal))
@@ -298,24 +318,26 @@ class Lens:
         return reading
 
 
-def drawn(weight: Tensor) -> Tensor:
+def draw_projection(weight: Tensor) -> Tensor:
     """Random values for a projection that is zero, as some trainers start theirs."""
     made = torch.randn(weight.shape, generator=torch.Generator().manual_seed(9))
     scaled: Tensor = made.to(weight) * weight.shape[1] ** -0.5
     return scaled
 
 
-def awake(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def rescale_zero_projections(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Values for output projections that are zero: nothing could be seen through them."""
     names = [name for name in parameters if name.endswith("self_attn.o_proj.weight")]
-    return {name: drawn(parameters[name].data) for name in names if not bool(parameters[name].any())}
+    return {
+        name: draw_projection(parameters[name].data) for name in names if not bool(parameters[name].any())
+    }
 
 
-def _ropes(reading: Reading) -> list[Reading]:
+def _ropes(reading: DrafterHypothesis) -> list[DrafterHypothesis]:
     """The reading with every base, share and epsilon in use."""
     return [
         replace(reading, eps=eps, rope=replace(reading.rope, rope_theta=theta, partial_rotary_factor=part))
-        for theta, part, eps in product(THETAS, PARTS, EPSILONS)
+        for theta, part, eps in product(THETAS, LAYER_PARTS, EPSILONS)
     ]
 
 
@@ -325,14 +347,14 @@ def _spread(count: int, most: int) -> Tensor:
     return chosen
 
 
-def table_of(subject: Subject) -> Tensor:
+def hypothesis_table(subject: ExaminedAdapter) -> Tensor:
     """[V, D] the embedding rows: the trainer's own, else the target's. Raises Missing."""
     if "embed_tokens.weight" in subject.parameters:
         return subject.parameters["embed_tokens.weight"]
     return subject.reference(subject.batch).embed
 
 
-def _window(seen: Tensor, look: Look, anchor: int, view: View) -> View:
+def _window(seen: Tensor, look: ProbeBatch, anchor: int, view: LayerView) -> LayerView:
     """The window of one layer, from what its asked slots [asked, S] see before the anchor in its document."""
     position, document = look.batch.position, look.batch.document
     own = document == document[look.anchors[anchor]]
@@ -341,7 +363,7 @@ def _window(seen: Tensor, look: Look, anchor: int, view: View) -> View:
     for row in seen:
         at = position[row & own & (position < stands)]
         lows.append(stands - int(at.min()) if len(at) else 0)
-    back, slots = torch.tensor(lows), torch.tensor(look.asked)
+    back, slots = torch.tensor(lows), torch.tensor(look.probed_slots)
     if bool((back == stands).all()):
         return replace(view, window=view.window if _hides(view, stands, look.subject.block) else None)
     if bool((back == back[0]).all()):
@@ -352,12 +374,12 @@ def _window(seen: Tensor, look: Look, anchor: int, view: View) -> View:
     return view
 
 
-def _hides(view: View, stands: int, block: int) -> bool:
+def _hides(view: LayerView, stands: int, block: int) -> bool:
     """Whether a window reaches so far that no slot shows its edge."""
     return view.window is not None and view.window >= stands + block
 
 
-def layer_differences(declared: Reading, found: Reading) -> list[Difference]:
+def layer_differences(declared: DrafterHypothesis, found: DrafterHypothesis) -> list[HypothesisChange]:
     """What layers do otherwise than declared, layers that do the same told together."""
     told: dict[tuple[str, str], list[int]] = {}
     for layer, (a, b) in enumerate(zip(declared.layers, found.layers, strict=True)):
@@ -367,14 +389,14 @@ def layer_differences(declared: Reading, found: Reading) -> list[Difference]:
         if (a.window, a.window_from if a.window else "") != (b.window, b.window_from if b.window else ""):
             told.setdefault(window_words(a, b), []).append(layer)
     return [
-        Difference(
+        HypothesisChange(
             name=name, words=f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}: {words}"
         )
         for (name, words), layers in told.items()
     ]
 
 
-def window_words(declared: View, found: View) -> tuple[str, str]:
+def window_words(declared: LayerView, found: LayerView) -> tuple[str, str]:
     """(name, words) of a window that is another than declared."""
     asked = (
         "all of the context"

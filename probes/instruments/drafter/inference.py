@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parity.probes.adapters.base import Missing
-from parity.probes.instruments.drafter.hypotheses import Lens, globals_of
-from parity.probes.instruments.drafter.receptive_field import Look
-from parity.probes.instruments.drafter.reference import Reading
-from parity.probes.subject import Subject
+from parity.probes.adapters.base import NotExposed
+from parity.probes.instruments.drafter.hypotheses import VisibleStep, globals_of
+from parity.probes.instruments.drafter.receptive_field import ProbeBatch
+from parity.probes.instruments.drafter.reference import DrafterHypothesis
+from parity.probes.subject import ExaminedAdapter
 
-LEAST = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+LEAST_GAP = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Smallest limits: the head's product, which the reference does not round, adds its own error."""
-KINDS = {
+GAP_KINDS = {
     "block-positions": "positions",
     "rope-base": "rope",
     "rope-part": "rope",
@@ -41,7 +41,7 @@ KINDS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Named:
+class ExplainedGap:
     """Why a reader and training differ."""
 
     kind: str
@@ -52,17 +52,17 @@ class Named:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Drafted:
+class DraftLogits:
     """Logits of one row's blocks by both ways."""
 
-    look: Look
+    look: ProbeBatch
     trained: Tensor
     """[A, B - 1, V]"""
     drafted: Tensor
     """[A, B - 1, V]"""
 
     @property
-    def apart(self) -> Tensor:
+    def draft_distance(self) -> Tensor:
         """[A] the largest distance of a slot."""
         return distances(self.drafted, self.trained)
 
@@ -75,7 +75,7 @@ def distances(found: Tensor, wanted: Tensor) -> Tensor:
     return apart.nan_to_num(nan=math.inf).amax(-1)
 
 
-def factor_between(compared: Sequence[Drafted], limit: float) -> float | None:
+def factor_between(compared: Sequence[DraftLogits], limit: float) -> float | None:
     """One number that all logits are multiplied by."""
     found = torch.cat([each.drafted.double().flatten() for each in compared])
     wanted = torch.cat([each.trained.flatten() for each in compared])
@@ -84,10 +84,10 @@ def factor_between(compared: Sequence[Drafted], limit: float) -> float | None:
     return factor if fits else None
 
 
-def from_position(compared: Sequence[Drafted], limit: float) -> tuple[int, int] | None:
+def from_position(compared: Sequence[DraftLogits], limit: float) -> tuple[int, int] | None:
     """(last position where both agree, first where they do not), where one number divides the two."""
     position = torch.cat([each.look.batch.position[each.look.anchors] for each in compared])
-    right = torch.cat([each.apart for each in compared]) <= limit
+    right = torch.cat([each.draft_distance for each in compared]) <= limit
     if (
         not bool(right.any())
         or bool(right.all())
@@ -97,13 +97,13 @@ def from_position(compared: Sequence[Drafted], limit: float) -> tuple[int, int] 
     return int(position[right].max()), int(position[~right].min())
 
 
-def named(
-    compared: Sequence[Drafted],
-    lens: Lens,
+def explain_gap(
+    compared: Sequence[DraftLogits],
+    lens: VisibleStep,
     values: Mapping[str, Tensor],
     limit: float,
     filled: Callable[[], int | None] | None = None,
-) -> Named | None:
+) -> ExplainedGap | None:
     """The first reading under which the reference gives the drafted logits, with these values in
     place of the drafter's parameters; None where none does. filled: finds the embedding row that fills the slots."""
     match = lens.match(rope_known=compared[0].look.subject.adapter.configured is not None)
@@ -111,39 +111,41 @@ def named(
     subject = compared[0].look.subject
     cap = max(limit, 1e-4)  # the reference's angles, in another order of operations, at position 500
 
-    def fits(reading: Reading, table: Tensor, head: Tensor | None = None) -> bool:
+    def fits(reading: DrafterHypothesis, table: Tensor, head: Tensor | None = None) -> bool:
         for each in compared:
-            rows = each.look.shown.head.detach() if head is None else head
-            made = lens.computed(each.look, reading, values, table)[:, 1:] @ rows.to(torch.float32).T
+            rows = each.look.step_output.head.detach() if head is None else head
+            made = lens.compute_hidden(each.look, reading, values, table)[:, 1:] @ rows.to(torch.float32).T
             if not float(distances(each.drafted, made).max()) <= cap:
                 return False
         return True
 
     if fits(lens.declared, lens.table):
-        kinds = [KINDS[each.name] for each in match.differences]
+        kinds = [GAP_KINDS[each.name] for each in match.differences]
         words = "; ".join(each.words for each in match.differences) or "something that is not recognised"
-        return Named(kind=kinds[0] if len(set(kinds)) == 1 else "", words=words, training=True)
+        return ExplainedGap(kind=kinds[0] if len(set(kinds)) == 1 else "", words=words, training=True)
     for kind, words, reading in _readings(base, subject):
         if fits(reading, lens.table):
-            return Named(kind=kind, words=words)
-    head = compared[0].look.shown.head.detach()
+            return ExplainedGap(kind=kind, words=words)
+    head = compared[0].look.step_output.head.detach()
     for words, rows in _heads(subject, head):
         if fits(base, lens.table, rows):
-            return Named(kind="head", words=words)
+            return ExplainedGap(kind="head", words=words)
     for words, table in _tables(lens.table, head):
         if fits(base, table):
-            return Named(kind="embedding", words=words)
+            return ExplainedGap(kind="embedding", words=words)
     row = None if filled is None else filled()
     if row is not None and fits(replace(base, mask_token_id=row), lens.table):
         words = f"row {row} of the embedding fills the slots instead of {base.mask_token_id}"
-        return Named(kind="mask-token", words=words)
+        return ExplainedGap(kind="mask-token", words=words)
     return None
 
 
-def _readings(base: Reading, subject: Subject) -> Iterator[tuple[str, str, Reading]]:
+def _readings(
+    base: DrafterHypothesis, subject: ExaminedAdapter
+) -> Iterator[tuple[str, str, DrafterHypothesis]]:
     """(name, words, reading): what inference may do otherwise than training."""
     for difference, reading in globals_of(base):
-        yield KINDS[difference.name], difference.words, reading
+        yield GAP_KINDS[difference.name], difference.words, reading
     lower = replace(base, shift=-1, until=-1)
     yield "positions", "the block stands one position too low, and its context ends one early", lower
     flipped = tuple(replace(view, causal=not view.causal) for view in base.layers)
@@ -187,7 +189,7 @@ def _readings(base: Reading, subject: Subject) -> Iterator[tuple[str, str, Readi
         yield "embedding", f"the block's embeddings {words}", replace(base, scale=scale)
 
 
-def _heads(subject: Subject, head: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _heads(subject: ExaminedAdapter, head: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Other rows for the head."""
     table = subject.parameters.get("embed_tokens.weight")
     if table is not None and table.shape == head.shape:
@@ -196,7 +198,7 @@ def _heads(subject: Subject, head: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield f"the head's rows are {step} off", head.roll(step, 0)
     try:
         own = subject.reference(subject.batch).head
-    except Missing:
+    except NotExposed:
         return
     if own.shape == head.shape and not torch.equal(own, head):
         yield "the target's own head is used, which is not the step's", own
@@ -212,17 +214,17 @@ def _tables(table: Tensor, head: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield f"the embedding's rows are {step} off", table.roll(step, 0)
 
 
-def precision_of(look: Look, lens: Lens | str) -> torch.dtype:
+def precision_of(look: ProbeBatch, lens: VisibleStep | str) -> torch.dtype:
     """The coarsest of the step's products and its head."""
-    held = look.shown.head.dtype
+    held = look.step_output.head.dtype
     coarse = torch.bfloat16 if held in (torch.bfloat16, torch.float16) else held
     products = coarse if isinstance(lens, str) else lens.precision
-    return max((coarse, products), key=list(LEAST).index)
+    return max((coarse, products), key=list(LEAST_GAP).index)
 
 
-def limit_of(look: Look, lens: Lens | str) -> float:
+def limit_of(look: ProbeBatch, lens: VisibleStep | str) -> float:
     """Distance up to which rounding may be the reason."""
-    least = LEAST[precision_of(look, lens)]
+    least = LEAST_GAP[precision_of(look, lens)]
     return least if isinstance(lens, str) else max(least, lens.limit())
 
 
@@ -230,12 +232,12 @@ ALL = 10**6
 """Blocks of a look that a lens computes twice where every one is to be compared."""
 
 
-def logits_of(look: Look, hidden: Tensor) -> Tensor:
+def logits_of(look: ProbeBatch, hidden: Tensor) -> Tensor:
     """[A, B - 1, V] of hidden states [A, B, D] that enter the step's head, in float64."""
-    return hidden.detach()[:, 1:].double() @ look.shown.head.detach().double().T
+    return hidden.detach()[:, 1:].double() @ look.step_output.head.detach().double().T
 
 
-def is_declared_gap(subject: Subject, words: str) -> bool:
+def is_declared_gap(subject: ExaminedAdapter, words: str) -> bool:
     """Whether a difference is the one that the recipe declares itself: windows counted from the anchor, which readers
     count from each query. It is told, not judged: `parity impact` says what it does."""
     attention = subject.recipe.attention

@@ -22,37 +22,43 @@ import torch
 from torch import Tensor
 
 from parity.model.training.data import Batch
-from parity.probes.adapters.base import Shown
-from parity.probes.instruments.drafter.reference import Row, changed
-from parity.probes.subject import Subject
+from parity.probes.adapters.base import AdapterStep
+from parity.probes.instruments.drafter.reference import BlockRow, override_parameters
+from parity.probes.subject import ExaminedAdapter
 
 PROJECTION = 77
 """Seed of the random directions that hidden states are projected on before they are differentiated."""
 EACH = 8
 """Longest block whose slots are all asked one by one."""
-SEED = 3
+FIELD_SEED = 3
 """Of the steps: any, but the same for all."""
 
 
-class Look:
+class ProbeBatch:
     """One row with its states and anchors, and the step on them."""
 
     def __init__(
-        self, subject: Subject, batch: Batch, anchors: Tensor, *, states: int = 5, training: bool = True
+        self,
+        subject: ExaminedAdapter,
+        batch: Batch,
+        anchors: Tensor,
+        *,
+        states: int = 5,
+        training: bool = True,
     ) -> None:
         """states: seed of the captured states."""
         self.subject, self.batch, self.anchors, self.training = subject, batch, anchors, training
         self.states = subject.states(batch, seed=states, grad=True)
-        self.row = Row.of(batch, anchors, subject.block)
+        self.row = BlockRow.of(batch, anchors, subject.block)
 
-    def step(self, batch: Batch | None = None) -> Shown:
+    def step(self, batch: Batch | None = None) -> AdapterStep:
         """The trainer's step on this row, or on one with other tokens."""
         return self.subject.step(
-            batch or self.batch, self.states, anchors=self.anchors, seed=SEED, training=self.training
+            batch or self.batch, self.states, anchors=self.anchors, seed=FIELD_SEED, training=self.training
         )
 
     @cached_property
-    def shown(self) -> Shown:
+    def step_output(self) -> AdapterStep:
         """The step, with its graph."""
         return self.step()
 
@@ -62,9 +68,9 @@ class Look:
         generator = torch.Generator().manual_seed(PROJECTION)
         return torch.randn(self.subject.block, self.subject.adapter.width, generator=generator)
 
-    def strength(self, anchor: int, slot: int | None = None, shown: Shown | None = None) -> Tensor:
+    def strength(self, anchor: int, slot: int | None = None, shown: AdapterStep | None = None) -> Tensor:
         """[S] largest gradient of block `anchor` (a number, not a token), or of one slot, at each captured state."""
-        hidden = (self.shown if shown is None else shown).hidden[anchor]
+        hidden = (self.step_output if shown is None else shown).hidden[anchor]
         directions = self.directions.to(hidden)
         projected = hidden * directions if slot is None else hidden[slot] * directions[slot]
         (gradient,) = torch.autograd.grad(
@@ -77,22 +83,22 @@ class Look:
         return torch.stack([self.strength(anchor) for anchor in range(len(self.anchors))])
 
     @property
-    def asked(self) -> list[int]:
+    def probed_slots(self) -> list[int]:
         """Slots that are asked one by one: all of a short block, both ends and the middle of a long one."""
         last = self.subject.block - 1
         return list(range(last + 1)) if last < EACH else sorted({0, 1, last // 2, last - 1, last})
 
-    def slots(self, anchor: int, shown: Shown | None = None) -> Tensor:
+    def slots(self, anchor: int, shown: AdapterStep | None = None) -> Tensor:
         """bool [asked, S] which captured states move each asked slot of one block."""
-        return torch.stack([self.strength(anchor, slot, shown) for slot in self.asked]) > 0
+        return torch.stack([self.strength(anchor, slot, shown) for slot in self.probed_slots]) > 0
 
     def moved_by(self, tokens: Tensor) -> Tensor:
         """[A, B] largest change of each slot's hidden state when the row's tokens are these."""
-        return change(self.shown.hidden, self.step(with_tokens(self.batch, tokens)).hidden)
+        return change(self.step_output.hidden, self.step(with_tokens(self.batch, tokens)).hidden)
 
-    def moved(self) -> Tensor:
+    def changed_blocks(self) -> Tensor:
         """[A, B] the same after something else was changed."""
-        return change(self.shown.hidden, self.step().hidden)
+        return change(self.step_output.hidden, self.step().hidden)
 
 
 def change(before: Tensor, after: Tensor) -> Tensor:
@@ -106,7 +112,7 @@ def with_tokens(batch: Batch, tokens: Tensor) -> Batch:
     return replace(batch, tokens=tokens)
 
 
-def exchanged(batch: Batch, where: Tensor, vocabulary: int, avoid: int) -> Tensor:
+def exchange_tokens(batch: Batch, where: Tensor, vocabulary: int, avoid: int) -> Tensor:
     """The row's tokens with every one of `where` (bool [S]) replaced by another, never by `avoid`."""
     other = (batch.tokens + 1 + vocabulary // 3) % vocabulary
     other = torch.where(other == avoid, (other + 1) % vocabulary, other)
@@ -138,7 +144,7 @@ def filling_rows(moves: Callable[[], bool], table: Tensor, suspects: Tensor) -> 
     return torch.cat([filling_rows(moves, table, part) for part in (suspects[:half], suspects[half:])])
 
 
-def products_in(look: Look, parameters: Mapping[str, Tensor]) -> torch.dtype:
+def products_in(look: ProbeBatch, parameters: Mapping[str, Tensor]) -> torch.dtype:
     """The dtype in which matrix products are taken: bfloat16 where rounding fc's weight to it changes no bit. Asked
     once of a subject."""
     known = look.subject.__dict__
@@ -148,20 +154,20 @@ def products_in(look: Look, parameters: Mapping[str, Tensor]) -> torch.dtype:
     return dtype
 
 
-def _products_in(look: Look, parameters: Mapping[str, Tensor]) -> torch.dtype:
+def _products_in(look: ProbeBatch, parameters: Mapping[str, Tensor]) -> torch.dtype:
     weight = parameters["fc.weight"]
     if weight.dtype in (torch.bfloat16, torch.float16):
         return torch.bfloat16
     rounded = weight.data.to(torch.bfloat16).to(weight.dtype)
     if torch.equal(rounded, weight.data):
         return weight.dtype  # nothing to be seen; the narrower limit is the safe one
-    with changed(parameters, {"fc.weight": rounded}):
-        still = bool((look.moved() == 0).all())
+    with override_parameters(parameters, {"fc.weight": rounded}):
+        still = bool((look.changed_blocks() == 0).all())
     return torch.bfloat16 if still else weight.dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchanged:
+class TokenEffect:
     """What exchanged tokens do to blocks."""
 
     other: tuple[float, int, int] | None
@@ -172,7 +178,7 @@ class Exchanged:
     """bool [A, B] slots that do not move when their own anchor's token is exchanged."""
 
 
-def exchange(look: Look, vocabulary: int, avoid: int) -> Exchanged:
+def exchange(look: ProbeBatch, vocabulary: int, avoid: int) -> TokenEffect:
     """Exchange tokens: all but the anchors' always, and some anchors' in each step, so chosen that for every two
     anchors the first alone is exchanged in one step and the second alone in another. Where a block moves that should
     not, the two reasons are taken apart."""
@@ -184,36 +190,38 @@ def exchange(look: Look, vocabulary: int, avoid: int) -> Exchanged:
     still = torch.ones(count, look.subject.block, dtype=torch.bool)
     leak = False
     for on in chosen.T:
-        moved = _exchanged(look, on, vocabulary, avoid, text=True)
+        moved = _exchange_at(look, on, vocabulary, avoid, text=True)
         still &= (moved == 0) | ~on[:, None]
         leak |= bool((moved[~on] > 0).any())
     text = torch.zeros(still.shape, dtype=torch.float64)
     if not leak:
-        return Exchanged(other=None, text=text, still=still)
+        return TokenEffect(other=None, text=text, still=still)
     nobody = torch.zeros(count, dtype=torch.bool)
-    text = _exchanged(look, nobody, vocabulary, avoid, text=True)
-    return Exchanged(other=_other(look, vocabulary, avoid), text=text, still=_still(look, vocabulary, avoid))
+    text = _exchange_at(look, nobody, vocabulary, avoid, text=True)
+    return TokenEffect(
+        other=_other(look, vocabulary, avoid), text=text, still=_still(look, vocabulary, avoid)
+    )
 
 
-def _exchanged(look: Look, anchors: Tensor, vocabulary: int, avoid: int, *, text: bool) -> Tensor:
+def _exchange_at(look: ProbeBatch, anchors: Tensor, vocabulary: int, avoid: int, *, text: bool) -> Tensor:
     """[A, B] change when the tokens at the chosen anchors (bool [A]) are exchanged; text: and all that are none."""
     where = torch.full_like(look.batch.tokens, text, dtype=torch.bool)
     where[look.anchors] = anchors
-    return look.moved_by(exchanged(look.batch, where, vocabulary, avoid))
+    return look.moved_by(exchange_tokens(look.batch, where, vocabulary, avoid))
 
 
-def _still(look: Look, vocabulary: int, avoid: int) -> Tensor:
+def _still(look: ProbeBatch, vocabulary: int, avoid: int) -> Tensor:
     """bool [A, B] slots that do not move when all anchors' tokens are exchanged, and nothing else."""
     everybody = torch.ones(len(look.anchors), dtype=torch.bool)
-    return _exchanged(look, everybody, vocabulary, avoid, text=False) == 0
+    return _exchange_at(look, everybody, vocabulary, avoid, text=False) == 0
 
 
-def _other(look: Look, vocabulary: int, avoid: int) -> tuple[float, int, int] | None:
-    """`Exchanged.other`, one anchor after the other."""
+def _other(look: ProbeBatch, vocabulary: int, avoid: int) -> tuple[float, int, int] | None:
+    """`TokenEffect.other`, one anchor after the other."""
     found = None
     for number in range(len(look.anchors)):
         on = torch.arange(len(look.anchors)) == number
-        moved = _exchanged(look, on, vocabulary, avoid, text=False).amax(1).masked_fill(on, 0)
+        moved = _exchange_at(look, on, vocabulary, avoid, text=False).amax(1).masked_fill(on, 0)
         if float(moved.max()) > (found[0] if found else 0.0):
             found = (float(moved.max()), int(look.anchors[moved.argmax()]), int(look.anchors[number]))
     return found

@@ -3,7 +3,8 @@
     reading = Reading.declared(recipe, configured)
     wanted = hidden(Weights.of(parameters), reading, row, fc_input, table)        # [A, B, D], float64
 
-A `Reading` is a set of assumptions (what each layer sees, positions, rope, mask token, ...). Probes hold a trainer's
+A `DrafterHypothesis` is a set of assumptions (what each layer sees, positions, rope, mask token, ...). Probes
+hold a trainer's
 step, or its inference, against the declared reading and, where they differ, against other readings until one agrees.
 Plain tensors, one mask a layer, no code shared with `parity.model.dflash.drafter`, which this must be able to convict.
 
@@ -47,7 +48,7 @@ LAYER_WEIGHTS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class View:
+class LayerView:
     """What one layer's slots may see."""
 
     window: int | None = None
@@ -63,10 +64,10 @@ class View:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class DrafterHypothesis:
     """Everything that is assumed of a drafter beside its weights."""
 
-    layers: tuple[View, ...]
+    layers: tuple[LayerView, ...]
     rope: RopeConfig = RopeConfig()
     eps: float = 1e-6
     mask_token_id: int = 0
@@ -87,10 +88,10 @@ class Reading:
     reversed_slices: bool = False
 
     @classmethod
-    def declared(cls, recipe: Recipe, configured: DrafterConfig | None = None) -> "Reading":
+    def from_recipe(cls, recipe: Recipe, configured: DrafterConfig | None = None) -> "DrafterHypothesis":
         """What the recipe, and the drafter's configuration where there is one, declare."""
         layers = tuple(
-            View(
+            LayerView(
                 window=recipe.attention.window if kind == "sliding" else None,
                 window_from=recipe.attention.window_from,
                 causal=recipe.block.within == "causal"
@@ -103,13 +104,13 @@ class Reading:
             return reading
         return replace(reading, rope=configured.rope, eps=configured.rms_norm_eps)
 
-    def with_layer(self, index: int, view: View) -> "Reading":
+    def with_layer(self, index: int, view: LayerView) -> "DrafterHypothesis":
         """The same with another view in one layer."""
         return replace(self, layers=(*self.layers[:index], view, *self.layers[index + 1 :]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Weights:
+class DrafterWeights:
     """A drafter's parameters under z-lab's names."""
 
     values: Mapping[str, Tensor]
@@ -117,7 +118,7 @@ class Weights:
     head_dim: int
 
     @classmethod
-    def of(cls, parameters: Mapping[str, Tensor]) -> "Weights | None":
+    def of(cls, parameters: Mapping[str, Tensor]) -> "DrafterWeights | None":
         """None where the names or shapes are not z-lab's."""
         layers = 0
         while f"layers.{layers}.self_attn.q_proj.weight" in parameters:
@@ -142,7 +143,7 @@ class Weights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Row:
+class BlockRow:
     """A row and the blocks in it."""
 
     tokens: Tensor
@@ -153,7 +154,7 @@ class Row:
     """B."""
 
     @classmethod
-    def of(cls, batch: Batch, anchors: Tensor, block: int) -> "Row":
+    def of(cls, batch: Batch, anchors: Tensor, block: int) -> "BlockRow":
         """From a batch and its anchors [A]."""
         return cls(
             tokens=batch.tokens,
@@ -167,7 +168,7 @@ class Row:
 # --- what may be seen ---------------------------------------------------------------------------------
 
 
-def context_seen(view: View, reading: Reading, row: Row) -> Tensor:
+def context_seen(view: LayerView, reading: DrafterHypothesis, row: BlockRow) -> Tensor:
     """bool [A, B, S]: which captured states each slot sees in a layer with this view."""
     anchor = row.position[row.anchors][:, None, None]
     slot = torch.arange(row.block)[None, :, None]
@@ -182,7 +183,7 @@ def context_seen(view: View, reading: Reading, row: Row) -> Tensor:
     return seen.expand(len(row.anchors), row.block, len(row.tokens))
 
 
-def block_seen(view: View, block: int) -> Tensor:
+def block_seen(view: LayerView, block: int) -> Tensor:
     """bool [B, B]: which slots each slot of the same block sees."""
     query, key = torch.arange(block)[:, None], torch.arange(block)[None, :]
     seen = torch.ones(block, block, dtype=torch.bool)
@@ -193,7 +194,7 @@ def block_seen(view: View, block: int) -> Tensor:
     return seen
 
 
-def reach(reading: Reading, row: Row) -> Tensor:
+def reach(reading: DrafterHypothesis, row: BlockRow) -> Tensor:
     """bool [A, B, S]: which captured states can move each slot's hidden state through all layers together."""
     reached = torch.zeros(len(row.anchors), row.block, len(row.tokens), dtype=torch.bool)
     for view in reading.layers:
@@ -206,10 +207,10 @@ def reach(reading: Reading, row: Row) -> Tensor:
 # --- the computation ----------------------------------------------------------------------------------
 
 
-def hidden(
-    weights: Weights,
-    reading: Reading,
-    row: Row,
+def compute_hidden_states(
+    weights: DrafterWeights,
+    reading: DrafterHypothesis,
+    row: BlockRow,
     fc_input: Tensor,
     table: Tensor,
     *,
@@ -242,14 +243,14 @@ def hidden(
             made = given @ weights.get(f"{at}.{part}_proj", dtype).T
             return made.view(*given.shape[:-1], -1, size)
 
-        def turned(given: Tensor, part: str, angles: tuple[Tensor, Tensor], at: str = at) -> Tensor:
+        def norm_and_rotate(given: Tensor, part: str, angles: tuple[Tensor, Tensor], at: str = at) -> Tensor:
             normed = _norm(heads(given, part), weights.get(f"{at}.{part}_norm", dtype), reading.eps)  # noqa: B023
             return _turn(normed, angles)
 
         normed = _norm(x, weights.get(f"layers.{layer}.input_layernorm", dtype), reading.eps)
-        queries = turned(normed, "q", turn_block)
-        keys_c, values_c = turned(context, "k", turn_context), heads(context, "v")
-        keys_b, values_b = turned(normed, "k", turn_block), heads(normed, "v")
+        queries = norm_and_rotate(normed, "q", turn_block)
+        keys_c, values_c = norm_and_rotate(context, "k", turn_context), heads(context, "v")
+        keys_b, values_b = norm_and_rotate(normed, "k", turn_block), heads(normed, "v")
         share = queries.shape[-2] // keys_b.shape[-2]
         keys_c, values_c, keys_b, values_b = (
             part.repeat_interleave(share, dim=-2) for part in (keys_c, values_c, keys_b, values_b)
@@ -309,7 +310,12 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 
 
 def limit(
-    weights: Weights, reading: Reading, row: Row, fc_input: Tensor, table: Tensor, precision: torch.dtype
+    weights: DrafterWeights,
+    reading: DrafterHypothesis,
+    row: BlockRow,
+    fc_input: Tensor,
+    table: Tensor,
+    precision: torch.dtype,
 ) -> float:
     """`distance` up to which rounding may be the reason: FLOOR_FACTORS times what it is measured to make here, where
     products are taken in `precision`."""
@@ -317,23 +323,30 @@ def limit(
 
 
 def _floor(
-    weights: Weights, reading: Reading, row: Row, fc_input: Tensor, table: Tensor, precision: torch.dtype
+    weights: DrafterWeights,
+    reading: DrafterHypothesis,
+    row: BlockRow,
+    fc_input: Tensor,
+    table: Tensor,
+    precision: torch.dtype,
 ) -> float:
-    wanted = hidden(weights, reading, row, fc_input, table)
+    wanted = compute_hidden_states(weights, reading, row, fc_input, table)
     if precision == torch.float64:
         return 1e-12
-    single = distance(hidden(weights, reading, row, fc_input, table, dtype=torch.float32), wanted)
+    single = distance(
+        compute_hidden_states(weights, reading, row, fc_input, table, dtype=torch.float32), wanted
+    )
     if precision == torch.float32:
         return max(single, 1e-7)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = hidden(weights, reading, row, fc_input, table, dtype=torch.float32)
-    pure = hidden(weights, reading, row, fc_input, table, dtype=torch.bfloat16)
+        mixed = compute_hidden_states(weights, reading, row, fc_input, table, dtype=torch.float32)
+    pure = compute_hidden_states(weights, reading, row, fc_input, table, dtype=torch.bfloat16)
     held = weights.values["fc.weight"].dtype
     return distance(mixed if held == torch.float32 else pure, wanted)
 
 
 @contextmanager
-def changed(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+def override_parameters(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
     """Put values into parameters for a while. Goes around autograd's version counters, so that graphs that were built
     before can still be differentiated after."""
     kept = {name: parameters[name].data.clone() for name in values}

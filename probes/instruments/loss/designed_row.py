@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from parity.model.training.data import Batch
-from parity.probes.adapters.base import Shown
-from parity.probes.instruments.loss.flat_teacher import Space, pointing
+from parity.probes.adapters.base import AdapterStep
+from parity.probes.instruments.loss.flat_teacher import LogitDirections, pointing
 from parity.probes.instruments.loss.head_gradient import TeacherSlice, draft_ids, teacher_slice
-from parity.probes.instruments.loss.other_heads import Heads
-from parity.probes.subject import Broken, Subject, Text
+from parity.probes.instruments.loss.other_heads import HeadPair
+from parity.probes.subject import AdapterError, ExaminedAdapter, SyntheticDocument
 
 SLOTS = 96
 """Slots asked for at most: a term is a product of [slots, V] and [V, D]."""
@@ -32,7 +32,7 @@ ANCHORS = 12
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Crafted:
+class DesignedBatch:
     """A row, its states and anchors, and what was built into them."""
 
     batch: Batch
@@ -65,17 +65,20 @@ class Crafted:
         return values[index.clamp(0, len(values) - 1)]
 
 
-def row_of(subject: Subject) -> Batch:
+def row_of(subject: ExaminedAdapter) -> Batch:
     """The row: three documents (a short prompt; none where labels could cross; a prompt of a block, with a hole behind
     it), then padding."""
     size = subject.block
     begins = size if subject.recipe.block.documents == "prompt_masked" else 0
-    texts = [Text(length=6 * size + 1, prompt=2), Text(length=4 * size + begins, prompt=begins)]
-    texts.append(Text(length=5 * size, prompt=size, holes=(2 * size + size // 2,)))
+    texts = [
+        SyntheticDocument(length=6 * size + 1, prompt=2),
+        SyntheticDocument(length=4 * size + begins, prompt=begins),
+    ]
+    texts.append(SyntheticDocument(length=5 * size, prompt=size, holes=(2 * size + size // 2,)))
     return subject.row(texts, padding=3)
 
 
-def anchors_of(subject: Subject, batch: Batch) -> Tensor:
+def anchors_of(subject: ExaminedAdapter, batch: Batch) -> Tensor:
     """[A] anchors whose blocks do not meet, and each document's last possible one, from all documents in turn."""
     size, possible = subject.block, subject.candidates(batch)
     queues: list[list[int]] = []
@@ -96,18 +99,18 @@ def anchors_of(subject: Subject, batch: Batch) -> Tensor:
             if queue and len(chosen) < count:
                 chosen.append(queue.pop(0))
     if not chosen:
-        raise Broken("draw", "an anchor in a row with supervised tokens", "none")
+        raise AdapterError("draw", "an anchor in a row with supervised tokens", "none")
     return torch.tensor(sorted(chosen))
 
 
-def craft(
-    subject: Subject,
+def design_batch(
+    subject: ExaminedAdapter,
     *,
     batch: Batch | None = None,
     right: bool = True,
     agree: float = 0.5,
-    heads: Heads | None = None,
-) -> Crafted:
+    heads: HeadPair | None = None,
+) -> DesignedBatch:
     """Build the row, from the drafts of a first step.
 
     right: whether drafts are right on runs of slots. agree: share of slots whose data token is the teacher's argmax.
@@ -122,9 +125,9 @@ def craft(
     of_teacher = shown if heads is None else replace(shown, head=heads.teacher)
     ids = draft_ids(subject, of_teacher, batch)
     head = of_teacher.head.detach().cpu()
-    space = _space(subject, head) if heads is None else Space.of(head)
+    space = _space(subject, head) if heads is None else LogitDirections.of(head)
     slots = _slots(batch, anchors, subject.block)
-    wanted, hidden = _wanted(batch, slots, shown, right, ids, space.ids)
+    wanted, hidden = _choose_labels(batch, slots, shown, right, ids, space.ids)
     if where is not None:
         before = torch.tensor([index - 1 for _, _, index in slots])
         strict = shown.head.dtype.itemsize == 2
@@ -136,12 +139,12 @@ def craft(
         share = 1.0
     tokens = _tokens(batch, slots, wanted, ids, anchors, share if where is not None or right else 0.0)
     batch = replace(batch, tokens=tokens)
-    return Crafted(
+    return DesignedBatch(
         batch=batch, states=states, anchors=anchors, slice=where, why_not=why_not, ids=ids, head=head
     )
 
 
-def telling(subject: Subject) -> Crafted:
+def design_label_batch(subject: ExaminedAdapter) -> DesignedBatch:
     """The shared row with anchors where labels could go wrong, and a teacher whose argmax is another token after every
     token, none of them the data's as far as the vocabulary goes."""
     batch = subject.batch
@@ -157,12 +160,12 @@ def telling(subject: Subject) -> Crafted:
         made = pointing(wanted, space.rows[wanted], space, where.scale(states), strict)
         states[:, where.number] = made.to(states)
     ids = draft_ids(subject, shown, batch)
-    return Crafted(
+    return DesignedBatch(
         batch=batch, states=states, anchors=anchors, slice=where, why_not=why_not, ids=ids, head=head
     )
 
 
-def _telling_anchors(subject: Subject, batch: Batch) -> Tensor:
+def _telling_anchors(subject: ExaminedAdapter, batch: Batch) -> Tensor:
     """Each document's first and last possible anchor, those whose block goes over a hole, and some between."""
     size, possible = subject.block, subject.candidates(batch)
     chosen: set[int] = set()
@@ -177,7 +180,7 @@ def _telling_anchors(subject: Subject, batch: Batch) -> Tensor:
         for hole in holes.squeeze(-1).tolist():
             chosen |= set([at for at in own if hole - size < at < hole][-2:-1] or own[-1:])
     if not chosen:
-        raise Broken("draw", "an anchor in a row with supervised tokens", "none")
+        raise AdapterError("draw", "an anchor in a row with supervised tokens", "none")
     return torch.tensor(sorted(chosen))
 
 
@@ -193,10 +196,10 @@ def _slots(batch: Batch, anchors: Tensor, size: int) -> list[tuple[int, int, int
     return found
 
 
-def _wanted(
+def _choose_labels(
     batch: Batch,
     slots: Sequence[tuple[int, int, int]],
-    shown: Shown,
+    shown: AdapterStep,
     right: bool,
     ids: Tensor | None,
     free: Tensor,
@@ -219,13 +222,13 @@ def _wanted(
     return torch.where(hit & right, best, other), hidden.double()
 
 
-_SPACES: WeakKeyDictionary[Subject, Space] = WeakKeyDictionary()
+_SPACES: WeakKeyDictionary[ExaminedAdapter, LogitDirections] = WeakKeyDictionary()
 """A head of 32,768 rows takes a second to look through."""
 
 
-def _space(subject: Subject, head: Tensor) -> Space:
+def _space(subject: ExaminedAdapter, head: Tensor) -> LogitDirections:
     if subject not in _SPACES:
-        _SPACES[subject] = Space.of(head)
+        _SPACES[subject] = LogitDirections.of(head)
     return _SPACES[subject]
 
 

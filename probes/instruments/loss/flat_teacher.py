@@ -32,7 +32,7 @@ CLEAR = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Space:
+class LogitDirections:
     """A head's rows, and the tokens whose logit can be made the largest by a state of ordinary length."""
 
     rows: Tensor
@@ -45,7 +45,7 @@ class Space:
     """Least lead of a logit in a state of length 1 that counts as ordinary."""
 
     @classmethod
-    def of(cls, head: Tensor) -> "Space":
+    def of(cls, head: Tensor) -> "LogitDirections":
         """Of a head [V, D]; `TRIED` tokens are looked at."""
         rows = head.detach().cpu().to(torch.promote_types(head.dtype, torch.float32))
         centred = rows[:: max(1, len(rows) // (4 * rows.shape[1]))]
@@ -78,26 +78,28 @@ def _unit(states: Tensor) -> Tensor:
     return made
 
 
-def pointing(wanted: Tensor, hidden: Tensor, space: Space, scale: Tensor | None, strict: bool) -> Tensor:
+def pointing(
+    wanted: Tensor, hidden: Tensor, space: LogitDirections, scale: Tensor | None, strict: bool
+) -> Tensor:
     """[m, D] states that the head (after the norm, where `scale` [D] is given) turns into a flat distribution with
     its argmax at `wanted` [m]: a random direction with the least share of the token's own row, or of the draft's hidden
     state, that leads clearly enough (strict: for 16 bits). Where nothing does, another token takes its place."""
     loose = 1.0 if strict else LOOSE
-    made, clear = _mixed(wanted, hidden, space, scale, loose)
+    made, clear = _mix_states(wanted, hidden, space, scale, loose)
     if not clear.all():
         poor = (~clear).nonzero().squeeze(-1)
         instead = space.ids[(poor * 5 + 3) % len(space.ids)]
-        made[poor], _ = _mixed(instead, space.rows[instead], space, scale, loose)
-    return made if scale is None else made / _inverted(scale.to(made))
+        made[poor], _ = _mix_states(instead, space.rows[instead], space, scale, loose)
+    return made if scale is None else made / _invert_scale(scale.to(made))
 
 
-def _inverted(scale: Tensor) -> Tensor:
+def _invert_scale(scale: Tensor) -> Tensor:
     """The norm's weight, 1 where it is 0."""
     return scale.where(scale.abs() > 1e-6, torch.ones_like(scale))
 
 
-def _mixed(
-    wanted: Tensor, hidden: Tensor, space: Space, scale: Tensor | None, loose: float
+def _mix_states(
+    wanted: Tensor, hidden: Tensor, space: LogitDirections, scale: Tensor | None, loose: float
 ) -> tuple[Tensor, Tensor]:
     """[m, D] what should enter the head, and bool [m]: the wanted token leads by more than rounding may take away."""
     rows = space.rows
@@ -136,7 +138,7 @@ def _lead(logits: Tensor, wanted: Tensor) -> Tensor:
 
 def _through(direction: Tensor, scale: Tensor) -> Tensor:
     """[m, 1] how long the norm makes a state of this direction: it divides by the root mean square before `scale`."""
-    before = direction / _inverted(scale.to(direction))
+    before = direction / _invert_scale(scale.to(direction))
     return 1 / before.square().mean(-1, keepdim=True).sqrt()
 
 

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from parity.model.training.data import Batch
-from parity.probes.adapters.base import Missing, Shown
-from parity.probes.subject import Broken, Subject, declared
+from parity.probes.adapters.base import AdapterStep, NotExposed
+from parity.probes.subject import AdapterError, ExaminedAdapter, list_fc_taps
 
 CHUNK = 2**21
 """Elements of one [slots, V] piece: 16 MiB in float64."""
-FINAL = ("final.postnorm", "final.prenorm")
+FINAL_STATES = ("final.postnorm", "final.prenorm")
 SOFT = ("kl", "rkl", "js", "tv", "nla", "lk")
 """Terms against the teacher's distribution, by the recipe's names."""
 
-Norm = Callable[[Tensor], Tensor]
+NormFunction = Callable[[Tensor], Tensor]
 
 _WIDE: list[tuple[Tensor, int, Tensor]] = []
 """The head that was widened last: itself, its version, the copy. A step shows the same one every time, and a copy of
@@ -79,7 +79,7 @@ def term_values(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AtHead:
+class HeadGradients:
     """The n slots of one step that get a gradient, block by block."""
 
     block: Tensor
@@ -94,23 +94,25 @@ class AtHead:
     """[n, D] float64."""
     head: Tensor
     """[V, D] float64."""
-    shown: Shown
+    shown: AdapterStep
     shape: tuple[int, int]
     """A, B."""
     grid: torch.dtype | None = None
     """The 16-bit dtype that logits are rounded to, as a product in that dtype does; None: they are exact."""
 
     @classmethod
-    def of(cls, shown: Shown) -> "AtHead":
+    def of(cls, shown: AdapterStep) -> "HeadGradients":
         """From a step whose graph is alive. Raises Broken where the loss does not depend on the hidden states shown."""
         (gradient,) = torch.autograd.grad(shown.loss, shown.hidden, allow_unused=True, retain_graph=True)
         if gradient is None:
-            raise Broken(
+            raise AdapterError(
                 "step.hidden", "the tensor that the loss is computed from", "one it does not depend on"
             )
         gradient, hidden = gradient.detach(), shown.hidden.detach()
         if not (gradient.isfinite().all() and hidden.isfinite().all() and shown.head.isfinite().all()):
-            raise Broken("step", "finite hidden states, head and gradient", "values that are not finite")
+            raise AdapterError(
+                "step", "finite hidden states, head and gradient", "values that are not finite"
+            )
         block, slot = (gradient != 0).any(-1).nonzero(as_tuple=True)
         return cls(
             block=block.cpu(),
@@ -126,7 +128,7 @@ class AtHead:
     def __len__(self) -> int:
         return len(self.block)
 
-    def part(self, rows: Tensor) -> "AtHead":
+    def part(self, rows: Tensor) -> "HeadGradients":
         """Some of the slots."""
         return replace(
             self,
@@ -137,7 +139,7 @@ class AtHead:
             hidden=self.hidden[rows],
         )
 
-    def rounded(self) -> "AtHead | None":
+    def round_to_head_dtype(self) -> "HeadGradients | None":
         """The same with logits rounded to the head's dtype, None where that has more than 16 bits."""
         dtype = self.shown.head.dtype
         return replace(self, grid=dtype) if dtype.itemsize == 2 else None
@@ -163,7 +165,7 @@ class AtHead:
         return torch.cat(made) if made else self.hidden.new_zeros(0)
 
     @cached_property
-    def expected(self) -> Tensor:
+    def mean_head_row(self) -> Tensor:
         """[n, D] the head's mean row under the draft's distribution: every cross-entropy's gradient begins with it."""
         return self.over(lambda _, log_q: log_q.exp() @ self.head)
 
@@ -197,9 +199,9 @@ class AtHead:
         made: dict[str, Tensor] = {}
         for name in names:
             if name.startswith("ce:"):
-                made[name] = self.expected - self.head[labels[name[3:]].clamp(min=0)]
+                made[name] = self.mean_head_row - self.head[labels[name[3:]].clamp(min=0)]
             elif name == "smoothing":
-                made[name] = self.expected - self.head.mean(0)
+                made[name] = self.mean_head_row - self.head.mean(0)
         soft = [name for name in names if name not in made]
         if not soft:
             return made
@@ -232,19 +234,19 @@ class AtHead:
             wide = torch.promote_types(dtype, torch.float32)
             q = (hidden[piece].to(dtype) @ head.T).to(wide).softmax(-1)
             y = torch.nn.functional.one_hot(labels[piece].clamp(min=0), len(head)).to(q)
-            exact = self.expected[piece] - self.head[labels[piece].clamp(min=0)]
+            exact = self.mean_head_row[piece] - self.head[labels[piece].clamp(min=0)]
             error = ((q - y).to(dtype) @ head).to(hidden.dtype).double() - exact
             errors.append(error.norm(dim=-1))
             if teacher is not None:
                 rounded = teacher[piece].to(dtype).to(wide).softmax(-1)
                 p = teacher[piece].double().softmax(-1)
                 soft = ((q - rounded).to(dtype) @ head).to(hidden.dtype).double()
-                error = soft - (self.expected[piece] - p @ self.head)
+                error = soft - (self.mean_head_row[piece] - p @ self.head)
                 errors[-1] = torch.maximum(errors[-1], error.norm(dim=-1))
         return torch.cat(errors) if errors else torch.zeros(0, dtype=torch.float64)
 
 
-def draft_ids(subject: Subject, shown: Shown, batch: Batch) -> Tensor | None:
+def draft_ids(subject: ExaminedAdapter, shown: AdapterStep, batch: Batch) -> Tensor | None:
     """[Vt] id in the draft's vocabulary of each target token, -1 where it has none; None where it cannot be told.
 
     A reduced vocabulary is read from the head's rows: each is looked up among the target's own.
@@ -254,7 +256,7 @@ def draft_ids(subject: Subject, shown: Shown, batch: Batch) -> Tensor | None:
         return torch.arange(size)
     try:
         own = subject.reference(batch).head
-    except Missing:
+    except NotExposed:
         return None
     found = row_ids(shown.head, own)
     if (found < 0).any():
@@ -279,7 +281,7 @@ class TeacherSlice:
 
     number: int
     tap: str
-    norm: Norm | None
+    norm: NormFunction | None
     """The final norm where the slice was taken before it."""
 
     def logits(self, states: Tensor, head: Tensor) -> Tensor:
@@ -298,19 +300,19 @@ class TeacherSlice:
             return self.norm(torch.ones(1, like.shape[-1], dtype=like.dtype))[0].double()
 
 
-def teacher_slice(subject: Subject, batch: Batch) -> tuple[TeacherSlice | None, str]:
+def teacher_slice(subject: ExaminedAdapter, batch: Batch) -> tuple[TeacherSlice | None, str]:
     """The captured slice that is no conditioning layer, and why there is none to compute with."""
-    wanted, recipe = declared(subject.recipe), subject.recipe
+    wanted, recipe = list_fc_taps(subject.recipe), subject.recipe
     rest = [(n, tap) for n, tap in enumerate(subject.adapter.slices) if tap not in wanted]
     if not rest:
         return None, "no teacher slice is captured"
-    number, tap = next(((n, tap) for n, tap in rest if tap in FINAL), rest[-1])
-    before = tap == "final.prenorm" or (tap not in FINAL and recipe.teacher is not None)
+    number, tap = next(((n, tap) for n, tap in rest if tap in FINAL_STATES), rest[-1])
+    before = tap == "final.prenorm" or (tap not in FINAL_STATES and recipe.teacher is not None)
     if not before:
         return TeacherSlice(number=number, tap=tap, norm=None), ""
     try:
         norm = subject.reference(batch).norm
-    except Missing as missing:
+    except NotExposed as missing:
         return (
             None,
             f"the slice is taken before the final norm, and the adapter does not show {missing.args[0]}",

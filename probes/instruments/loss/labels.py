@@ -16,14 +16,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from parity.probes.adapters.base import Shown
-from parity.probes.instruments.loss.designed_row import Crafted, telling
-from parity.probes.instruments.loss.head_gradient import AtHead
-from parity.probes.subject import Subject
+from parity.probes.adapters.base import AdapterStep
+from parity.probes.instruments.loss.designed_row import DesignedBatch, design_label_batch
+from parity.probes.instruments.loss.head_gradient import HeadGradients
+from parity.probes.subject import ExaminedAdapter
 
-LEAST = 1e-5
+LEAST_LABEL = 1e-5
 """Relative part of a gradient that may be left over in float32."""
-MOST = 0.1
+MOST_LABELS = 0.1
 """The same at most: what explains a gradient worse than that explains nothing."""
 ROUNDINGS = 8.0
 SHIFTS = (0, 1, -1, 2, -2)
@@ -37,7 +37,7 @@ SOFT = ("kl", "rkl", "js", "tv")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Reading:
+class LabelEstimate:
     """Per slot that gets a gradient, [n]."""
 
     kind: str
@@ -57,12 +57,12 @@ class Reading:
     heat: float = 1.0
 
     @property
-    def known(self) -> Tensor:
+    def has_label(self) -> Tensor:
         """bool [n]: something was read."""
         return (self.place >= 0) | (self.label >= 0)
 
 
-def read(subject: Subject, crafted: Crafted, at: AtHead) -> Reading:
+def estimate_labels(subject: ExaminedAdapter, crafted: DesignedBatch, at: HeadGradients) -> LabelEstimate:
     """The first way of reading that explains most slots; the one that explains most of them where none does."""
     rounding = _rounding(crafted, at)
     best = _hard(crafted, at, rounding)
@@ -76,10 +76,10 @@ def read(subject: Subject, crafted: Crafted, at: AtHead) -> Reading:
         return best
     for shift, heat in product(SHIFTS, dict.fromkeys((subject.recipe.loss.temperature, 1.0))):
         soft = _beside(crafted, at, SOFT, shift, heat)
-        whole, tolerance = _left(at.gradient, soft), _tolerance(rounding, soft[0])
+        whole, tolerance = _residual_outside(at.gradient, soft), _tolerance(rounding, soft[0])
         if float((whole <= tolerance).double().mean()) >= ENOUGH:
             place = torch.where(whole <= tolerance, at.index + shift, NONE)
-            return Reading(
+            return LabelEstimate(
                 kind="distribution",
                 place=place,
                 label=torch.full_like(place, NONE),
@@ -95,20 +95,22 @@ def read(subject: Subject, crafted: Crafted, at: AtHead) -> Reading:
     return best
 
 
-def still(crafted: Crafted, at: AtHead, before: Reading) -> Tensor:
+def is_same_label(crafted: DesignedBatch, at: HeadGradients, before: LabelEstimate) -> Tensor:
     """bool [n]: the label that was read before explains the gradient of another step at the same slots."""
     columns = _beside(crafted, at, before.beside, before.shift, before.heat)
     if before.kind == "distribution":
         if not columns:
             assert crafted.teacher is not None
             teacher = crafted.teacher[(before.place - 1).clamp(min=0)]
-            columns = [at.expected - teacher.softmax(-1) @ at.head]
+            columns = [at.mean_head_row - teacher.softmax(-1) @ at.head]
     else:
-        columns = [*columns, at.expected - at.head[before.label.clamp(min=0)]]
-    return _left(at.gradient, columns) <= 2 * before.tolerance
+        columns = [*columns, at.mean_head_row - at.head[before.label.clamp(min=0)]]
+    return _residual_outside(at.gradient, columns) <= 2 * before.tolerance
 
 
-def _beside(crafted: Crafted, at: AtHead, names: Sequence[str], shift: int, heat: float) -> list[Tensor]:
+def _beside(
+    crafted: DesignedBatch, at: HeadGradients, names: Sequence[str], shift: int, heat: float
+) -> list[Tensor]:
     """Columns of terms that are no hard label."""
     if not names:
         return []
@@ -116,12 +118,12 @@ def _beside(crafted: Crafted, at: AtHead, names: Sequence[str], shift: int, heat
     return list(at.columns(names, {}, teacher, heat=heat).values())
 
 
-def _share(reading: Reading) -> float:
+def _share(reading: LabelEstimate) -> float:
     """Of slots that are read."""
-    return float(reading.known.double().mean())
+    return float(reading.has_label.double().mean())
 
 
-def _rounding(crafted: Crafted, at: AtHead) -> Tensor:
+def _rounding(crafted: DesignedBatch, at: HeadGradients) -> Tensor:
     """[n] absolute error that rounding may make in a gradient of weight 1."""
     labels = torch.zeros(len(at), dtype=torch.long)
     teacher = None if crafted.teacher is None else crafted.at(crafted.teacher, at.index - 1)
@@ -130,7 +132,7 @@ def _rounding(crafted: Crafted, at: AtHead) -> Tensor:
 
 def _tolerance(rounding: Tensor, column: Tensor) -> Tensor:
     """[n] relative part of a gradient along `column` [n, D] that rounding may leave."""
-    made: Tensor = (rounding / column.norm(dim=-1).clamp(min=1e-30)).clamp(LEAST, MOST)
+    made: Tensor = (rounding / column.norm(dim=-1).clamp(min=1e-30)).clamp(LEAST_LABEL, MOST_LABELS)
     return made
 
 
@@ -140,7 +142,7 @@ def _basis(columns: Sequence[Tensor]) -> Tensor:
     return basis
 
 
-def _left(gradient: Tensor, columns: Sequence[Tensor]) -> Tensor:
+def _residual_outside(gradient: Tensor, columns: Sequence[Tensor]) -> Tensor:
     """[n] relative part of the gradient outside the columns' span."""
     basis = _basis(columns)
     inside = torch.einsum("ndj,nd->nj", basis, gradient)
@@ -150,15 +152,15 @@ def _left(gradient: Tensor, columns: Sequence[Tensor]) -> Tensor:
 
 
 def _hard(
-    crafted: Crafted,
-    at: AtHead,
+    crafted: DesignedBatch,
+    at: HeadGradients,
     rounding: Tensor,
     beside: tuple[str, ...] = (),
     shift: int = 0,
     heat: float = 1.0,
-) -> Reading:
+) -> LabelEstimate:
     """The token whose cross-entropy explains the gradient best, besides the given terms."""
-    gradient, mean = at.gradient, at.expected
+    gradient, mean = at.gradient, at.mean_head_row
     columns = _beside(crafted, at, beside, shift, heat)
     basis = _basis(columns) if columns else gradient.new_zeros(*gradient.shape, 0)
 
@@ -167,7 +169,7 @@ def _hard(
 
     rest, centre = off(gradient), off(mean)
 
-    def left(label: Tensor) -> Tensor:
+    def residual_of_label(label: Tensor) -> Tensor:
         column = off(mean - at.head[label.clamp(min=0)])
         weight = (rest * column).sum(-1) / column.square().sum(-1).clamp(min=1e-30)
         over = (rest - weight[:, None] * column).norm(dim=-1) / gradient.norm(dim=-1)
@@ -185,11 +187,11 @@ def _hard(
         # rows of two tokens can be so near that either explains the gradient
         nominal = crafted.at(ids, at.index)
         near_by = _tolerance(rounding, mean - at.head[nominal.clamp(min=0)])
-        label = torch.where(left(nominal) <= near_by, nominal, best)
-        over, tolerance = left(label), _tolerance(rounding, mean - at.head[label.clamp(min=0)])
+        label = torch.where(residual_of_label(nominal) <= near_by, nominal, best)
+        over, tolerance = residual_of_label(label), _tolerance(rounding, mean - at.head[label.clamp(min=0)])
         label = torch.where(over <= tolerance, label, NONE)
         readings.append(
-            Reading(
+            LabelEstimate(
                 kind=kind,
                 place=_place(ids, label, at.index),
                 label=label,
@@ -201,14 +203,14 @@ def _hard(
             )
         )
 
-    def near(reading: Reading) -> float:
+    def near(reading: LabelEstimate) -> float:
         gap = (reading.place - at.index).abs()
         return float(((reading.place >= 0) / (1.0 + gap)).sum())
 
     return max(readings, key=near)
 
 
-def _sources(crafted: Crafted) -> dict[str, Tensor]:
+def _sources(crafted: DesignedBatch) -> dict[str, Tensor]:
     """Draft ids [S] that each token of the row has as a label, by where they come from."""
     made: dict[str, Tensor] = {}
     if crafted.teacher is not None:
@@ -228,45 +230,45 @@ def _place(ids: Tensor, label: Tensor, index: Tensor) -> Tensor:
     return torch.where(nearest.values.isfinite(), nearest.indices, NONE)
 
 
-def _spread(crafted: Crafted, at: AtHead, rounding: Tensor) -> Reading:
+def _spread(crafted: DesignedBatch, at: HeadGradients, rounding: Tensor) -> LabelEstimate:
     """The state whose distribution alone, by KL, explains the gradient best."""
     assert crafted.teacher is not None
     means = crafted.teacher.softmax(-1) @ at.head
-    along = (at.gradient * at.expected).sum(-1, keepdim=True) - at.gradient @ means.T
-    size = (at.expected[:, None] - means[None]).square().sum(-1)
+    along = (at.gradient * at.mean_head_row).sum(-1, keepdim=True) - at.gradient @ means.T
+    size = (at.mean_head_row[:, None] - means[None]).square().sum(-1)
     gain = torch.where(along > 0, along.square() / size.clamp(min=1e-30), torch.zeros_like(along))
     state = gain.argmax(-1)
-    column = at.expected - means[state]
-    left, tolerance = _left(at.gradient, [column]), _tolerance(rounding, column)
+    column = at.mean_head_row - means[state]
+    left, tolerance = _residual_outside(at.gradient, [column]), _tolerance(rounding, column)
     place = torch.where(left <= tolerance, state + 1, NONE)
     label = torch.full_like(place, NONE)
-    return Reading(kind="distribution", place=place, label=label, left=left, tolerance=tolerance)
+    return LabelEstimate(kind="distribution", place=place, label=label, left=left, tolerance=tolerance)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Told:
+class LabelStep:
     """One step on the row of `telling`, and the labels read from it."""
 
-    crafted: Crafted
-    shown: Shown
+    crafted: DesignedBatch
+    shown: AdapterStep
     """With its graph."""
     states: Tensor
     """[S, N, D], the leaf that it was made from."""
-    at: AtHead
-    reading: Reading | None
+    at: HeadGradients
+    reading: LabelEstimate | None
     """None where no slot gets a gradient."""
 
 
-_TOLD: WeakKeyDictionary[Subject, Told] = WeakKeyDictionary()
+_TOLD: WeakKeyDictionary[ExaminedAdapter, LabelStep] = WeakKeyDictionary()
 
 
-def told(subject: Subject) -> Told:
+def label_step_of(subject: ExaminedAdapter) -> LabelStep:
     """The step that `labels` and `inputs` share."""
     if subject not in _TOLD:
-        crafted = telling(subject)
+        crafted = design_label_batch(subject)
         states = crafted.states.clone().requires_grad_(True)
         shown = subject.step(crafted.batch, states, anchors=crafted.anchors)
-        at = AtHead.of(shown)
-        reading = read(subject, crafted, at) if len(at) else None
-        _TOLD[subject] = Told(crafted=crafted, shown=shown, states=states, at=at, reading=reading)
+        at = HeadGradients.of(shown)
+        reading = estimate_labels(subject, crafted, at) if len(at) else None
+        _TOLD[subject] = LabelStep(crafted=crafted, shown=shown, states=states, at=at, reading=reading)
     return _TOLD[subject]

@@ -1,6 +1,6 @@
 """Which few terms, in one mixture for all slots and with one weight a slot, make up the gradients at the head.
 
-    fit = explain(gradient, columns, limit=...)       # Fit, or the best there is with `explained` False
+    fit = explain(gradient, columns, limit=...)       # Fit, or the best there is with `choose_mixture_with_law` False
 
 gradient_n = weight_n * sum over terms of share * column_n(term), shares at least 0 and adding up to 1. Terms are
 taken in the smallest number that explains the gradients to `limit`: alone, in pairs, then all of them with the needless
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares, nnls
 from torch import Tensor
 
-Array = NDArray[np.float64]
+FloatArrays = NDArray[np.float64]
 
 ROUNDS = 60
 """Of alternating between weights and shares; from the start below one or two are enough where a mixture fits."""
 ROUGH = 1e-5
 """Limits above this are those of bfloat16."""
-MOST = 0.1
+MOST_TERMS = 0.1
 """Of the gradients, that may be left over by a mixture that explains them; bfloat16 leaves about .01."""
 SURE = 5.0
 """Standard errors from which on a term is there, under such a limit. The errors are counted for as many independent
@@ -40,60 +40,60 @@ COLLINEAR = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Fit:
+class MixtureFit:
     """A mixture and what it leaves over."""
 
     shares: dict[str, float]
     """Term -> its share, 0 to 1, largest first."""
     errors: dict[str, float]
     """Term -> the standard error of its share, from the residual."""
-    weights: Array
+    weights: FloatArrays
     """[n] in units of a term of weight 1."""
     residual: float
     """Relative: root of the summed squares of what is left over, of the gradients'."""
     limit: float
-    alike: tuple["Fit", ...] = ()
+    alike: tuple["MixtureFit", ...] = ()
     """Other mixtures of as many terms that fit as well: tv and nla have one direction at every slot, and differ by
     the weights that then remain."""
 
     @property
-    def explained(self) -> bool:
+    def choose_mixture_with_law(self) -> bool:
         """Whether the residual is within the limit, and little at all: where drafts are so sure that no term has a
         gradient to speak of, rounding alone would allow for everything."""
-        return self.residual <= min(self.limit, MOST)
+        return self.residual <= min(self.limit, MOST_TERMS)
 
 
-def explain(gradient: Tensor, columns: Mapping[str, Tensor], limit: float) -> Fit:
+def explain(gradient: Tensor, columns: Mapping[str, Tensor], limit: float) -> MixtureFit:
     """The smallest mixture that explains gradient [n, D] from columns of [n, D] each, or the best one there is."""
     names = list(columns)
-    small, total = _compressed(gradient, [columns[name] for name in names])
+    small, total = _compress(gradient, [columns[name] for name in names])
     problem = _Problem(small=small, total=total, names=tuple(names), limit=limit)
-    best: Fit | None = None
+    best: MixtureFit | None = None
     for size in (1, 2):
         fits = [problem.fit(subset) for subset in combinations(range(len(names)), size)]
         fits = sorted((fit for fit in fits if len(fit.shares) == size), key=lambda fit: fit.residual)
-        if fits and not fits[0].explained:
+        if fits and not fits[0].choose_mixture_with_law:
             fits[0] = problem.fit([names.index(name) for name in fits[0].shares], polish=True)
-        good = [fit for fit in fits if fit.explained]
+        good = [fit for fit in fits if fit.choose_mixture_with_law]
         if good:
             like = tuple(fit for fit in good[1:] if fit.residual <= ALIKE * good[0].residual + limit / 100)
             first = replace(good[0], alike=like)
             return first if limit <= ROUGH else _with_more(problem, first)
         best = min([*fits[:1], *([best] if best else [])], key=lambda fit: fit.residual, default=None)
     whole = problem.fit(range(len(names)), polish=True)
-    while whole.explained and len(whole.shares) > 1:
+    while whole.choose_mixture_with_law and len(whole.shares) > 1:
         kept = [names.index(name) for name in whole.shares]
         fewer = [problem.fit([k for k in kept if k != out], polish=True) for out in kept]
         best_fewer = min(fewer, key=lambda fit: fit.residual)
-        if not best_fewer.explained:
+        if not best_fewer.choose_mixture_with_law:
             break
         whole = best_fewer
-    if whole.explained or best is None or whole.residual < best.residual:
+    if whole.choose_mixture_with_law or best is None or whole.residual < best.residual:
         return whole
     return best
 
 
-def _with_more(problem: "_Problem", fit: Fit) -> Fit:
+def _with_more(problem: "_Problem", fit: MixtureFit) -> MixtureFit:
     """Under a wide limit, one term after the other that is there beyond chance, whatever the limit allows."""
     names = list(problem.names)
     for _ in range(len(names) - len(fit.shares)):
@@ -115,11 +115,11 @@ def _with_more(problem: "_Problem", fit: Fit) -> Fit:
 def left_over(gradient: Tensor, columns: Mapping[str, Tensor]) -> float:
     """Relative residual of the mixture of all columns."""
     names = tuple(columns)
-    small, total = _compressed(gradient, [columns[name] for name in names])
+    small, total = _compress(gradient, [columns[name] for name in names])
     return _Problem(small=small, total=total, names=names, limit=0.0).fit(range(len(names))).residual
 
 
-def _compressed(gradient: Tensor, columns: Sequence[Tensor]) -> tuple[Array, float]:
+def _compress(gradient: Tensor, columns: Sequence[Tensor]) -> tuple[FloatArrays, float]:
     """[n, d, J + 1] the columns and then the gradient of each slot in an orthonormal basis of their span: all inner
     products are kept and d is at most J + 1. And the gradients' summed squares."""
     both = torch.stack([*columns, gradient], dim=-1)
@@ -131,13 +131,13 @@ def _compressed(gradient: Tensor, columns: Sequence[Tensor]) -> tuple[Array, flo
 class _Problem:
     """Slots in their compressed form."""
 
-    small: Array
+    small: FloatArrays
     """[n, d, J + 1]."""
     total: float
     names: tuple[str, ...]
     limit: float
 
-    def fit(self, subset: Sequence[int], *, polish: bool = False) -> Fit:
+    def fit(self, subset: Sequence[int], *, polish: bool = False) -> MixtureFit:
         """Weights and shares of these terms by alternating least squares; `polish` goes on from there by
         Gauss-Newton, which also gets along valleys."""
         chosen = list(subset)
@@ -151,12 +151,12 @@ class _Problem:
                 break
             before = residual
         if polish and len(chosen) > 1 and residual > self.limit / 4:
-            shares = _polished(columns, target, shares)
+            shares = _polish_shares(columns, target, shares)
             residual = self._residual(columns, target, shares)
         weights = _weights(columns, target, shares)
         errors = _errors(columns, shares, weights, (residual**2) * self.total)
         held = [j for j in sorted(range(len(chosen)), key=lambda j: -shares[j]) if shares[j] > 0]
-        return Fit(
+        return MixtureFit(
             shares={self.names[chosen[j]]: float(shares[j]) for j in held},
             errors={self.names[chosen[j]]: float(errors[j]) for j in held},
             weights=weights,
@@ -164,58 +164,62 @@ class _Problem:
             limit=self.limit,
         )
 
-    def _residual(self, columns: Array, target: Array, shares: Array) -> float:
+    def _residual(self, columns: FloatArrays, target: FloatArrays, shares: FloatArrays) -> float:
         left = target - _weights(columns, target, shares)[:, None] * (columns @ shares)
         return float(np.sqrt((left**2).sum() / self.total)) if self.total else 0.0
 
 
-def _polished(columns: Array, target: Array, shares: Array) -> Array:
+def _polish_shares(columns: FloatArrays, target: FloatArrays, shares: FloatArrays) -> FloatArrays:
     """[J] shares of least residual, at least 0, their sum held at 1."""
     scale = np.sqrt((target**2).sum())
 
-    def left(shares: Array) -> Array:
+    def residual_of_shares(shares: FloatArrays) -> FloatArrays:
         rest = target - _weights(columns, target, shares)[:, None] * (columns @ shares)
         return np.append(rest.ravel() / scale, shares.sum() - 1)
 
     start = np.clip(shares, 1e-9, None)
-    found = least_squares(left, start, bounds=(0, np.inf), xtol=1e-15, ftol=1e-15, gtol=1e-15, max_nfev=60)
-    return _normed(np.where(found.x < 1e-9, 0, found.x))
+    found = least_squares(
+        residual_of_shares, start, bounds=(0, np.inf), xtol=1e-15, ftol=1e-15, gtol=1e-15, max_nfev=60
+    )
+    return _normalise(np.where(found.x < 1e-9, 0, found.x))
 
 
-def _start(columns: Array, target: Array) -> Array:
+def _start(columns: FloatArrays, target: FloatArrays) -> FloatArrays:
     """[J] shares from each slot's own least squares: the direction that their solutions have in common."""
     solutions = np.einsum("njd,nd->nj", np.linalg.pinv(columns, rcond=1e-9), target)
     norms = np.linalg.norm(target, axis=1)
     _, _, rows = np.linalg.svd(solutions * (norms > 0)[:, None], full_matrices=False)
     first = rows[0] * (1 if rows[0].sum() >= 0 else -1)
-    return _normed(np.clip(first, 0, None))
+    return _normalise(np.clip(first, 0, None))
 
 
-def _normed(shares: Array) -> Array:
+def _normalise(shares: FloatArrays) -> FloatArrays:
     """With a sum of 1; even where all are 0."""
-    made: Array = shares / shares.sum() if shares.sum() > 0 else np.full(len(shares), 1 / len(shares))
+    made: FloatArrays = shares / shares.sum() if shares.sum() > 0 else np.full(len(shares), 1 / len(shares))
     return made
 
 
-def _weights(columns: Array, target: Array, shares: Array) -> Array:
+def _weights(columns: FloatArrays, target: FloatArrays, shares: FloatArrays) -> FloatArrays:
     """[n] the best weight of every slot for given shares."""
     mixed = columns @ shares
     square = (mixed**2).sum(1)
-    made: Array = np.divide((mixed * target).sum(1), square, out=np.zeros(len(square)), where=square > 0)
+    made: FloatArrays = np.divide(
+        (mixed * target).sum(1), square, out=np.zeros(len(square)), where=square > 0
+    )
     return made
 
 
-def _shares(columns: Array, target: Array, weights: Array) -> Array:
+def _shares(columns: FloatArrays, target: FloatArrays, weights: FloatArrays) -> FloatArrays:
     """[J] the best shares for given weights."""
     stacked = (columns * weights[:, None, None]).reshape(-1, columns.shape[2])
-    reduced: Array = np.asarray(
+    reduced: FloatArrays = np.asarray(
         np.linalg.qr(np.concatenate((stacked, target.reshape(-1, 1)), axis=1), mode="r")
     )
-    shares: Array = nnls(reduced[:, :-1], reduced[:, -1])[0]
-    return _normed(shares)
+    shares: FloatArrays = nnls(reduced[:, :-1], reduced[:, -1])[0]
+    return _normalise(shares)
 
 
-def _errors(columns: Array, shares: Array, weights: Array, left: float) -> Array:
+def _errors(columns: FloatArrays, shares: FloatArrays, weights: FloatArrays, left: float) -> FloatArrays:
     """[J] standard errors of the shares, given that each slot's weight may make up for what lies along the mixture."""
     mixed = columns * weights[:, None, None]
     whole = mixed @ shares
@@ -225,12 +229,12 @@ def _errors(columns: Array, shares: Array, weights: Array, left: float) -> Array
     freedom = max(1, free.shape[0] * (free.shape[1] - 1) - free.shape[2])
     information = np.einsum("ndj,ndk->jk", free, free)
     variance = np.diag(np.linalg.pinv(information, rcond=1e-12)) * left / freedom
-    errors: Array = np.sqrt(np.clip(variance, 0, None))
+    errors: FloatArrays = np.sqrt(np.clip(variance, 0, None))
     return errors
 
 
 def unseen(
-    gradient: Tensor, columns: Mapping[str, Tensor], fit: Fit, others: Sequence[str]
+    gradient: Tensor, columns: Mapping[str, Tensor], fit: MixtureFit, others: Sequence[str]
 ) -> dict[str, float]:
     """Term -> the largest share it could have beside the fitted mixture without moving the residual over the limit.
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from parity.model.training.data import Batch
-from parity.probes.adapters.base import Missing, Shown
-from parity.probes.subject import Subject
+from parity.probes.adapters.base import AdapterStep, NotExposed
+from parity.probes.subject import ExaminedAdapter
 
 BODY = ("fc.", "layers.")
 ROUNDING = 1e-3
@@ -27,7 +27,7 @@ CHUNK = 2**24
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Heads:
+class HeadPair:
     """A pair to be tried."""
 
     draft: Tensor
@@ -43,7 +43,7 @@ class Heads:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
+class TrainedHead:
     """A head at which the loss has a gradient."""
 
     name: str
@@ -51,7 +51,7 @@ class Trained:
     """The largest."""
 
 
-def trained_head(subject: Subject, shown: Shown) -> Trained | None:
+def trained_head(subject: ExaminedAdapter, shown: AdapterStep) -> TrainedHead | None:
     """The head with the largest gradient that does not come through the hidden states; None where none has one.
 
     What comes through them is taken off: an embedding that is looked up, too, is no head.
@@ -68,18 +68,18 @@ def trained_head(subject: Subject, shown: Shown) -> Trained | None:
     below = [None] * len(heads)
     if above is not None:
         below = torch.autograd.grad(shown.hidden, heads, above, allow_unused=True, retain_graph=True)  # type: ignore[assignment]
-    found: list[Trained] = []
+    found: list[TrainedHead] = []
     for name, all_of_it, through in zip(named, whole, below, strict=True):
         if all_of_it is None:
             continue
         rest = all_of_it if through is None else all_of_it - through
         size, scale = (float(each.detach().abs().max()) for each in (rest, all_of_it))
         if size > ROUNDING * scale:
-            found.append(Trained(name=name, gradient=size))
+            found.append(TrainedHead(name=name, gradient=size))
     return max(found, key=lambda each: each.gradient, default=None)
 
 
-def _own(subject: Subject, shown: Shown) -> dict[str, Tensor]:
+def _own(subject: ExaminedAdapter, shown: AdapterStep) -> dict[str, Tensor]:
     """Parameters that may be a head: of its shape, and no part of the drafter by z-lab's names."""
     return {
         name: each
@@ -88,7 +88,7 @@ def _own(subject: Subject, shown: Shown) -> dict[str, Tensor]:
     }
 
 
-def other_heads(subject: Subject, batch: Batch, shown: Shown) -> Iterator[Heads]:
+def other_heads(subject: ExaminedAdapter, batch: Batch, shown: AdapterStep) -> Iterator[HeadPair]:
     """The head shown beside the target's as the teacher's, then every parameter of its shape beside either."""
     target = _target(subject, batch, shown)
     own = {name: each.detach() for name, each in _own(subject, shown).items() if not _same(each, shown.head)}
@@ -103,9 +103,9 @@ def other_heads(subject: Subject, batch: Batch, shown: Shown) -> Iterator[Heads]
                 yield _pair(name, each, teacher)
 
 
-def _pair(name: str, draft: Tensor, teacher: Tensor) -> Heads:
+def _pair(name: str, draft: Tensor, teacher: Tensor) -> HeadPair:
     apart = (draft.detach().cpu().double() - teacher.cpu().double()).abs().amax(1)
-    return Heads(
+    return HeadPair(
         draft=draft, teacher=teacher, name=name, rows=int((apart > 0).sum()), change=float(apart.max())
     )
 
@@ -120,12 +120,12 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.detach().cpu().to(dtype), b.detach().cpu().to(dtype))
 
 
-def _target(subject: Subject, batch: Batch, shown: Shown) -> Tensor | None:
+def _target(subject: ExaminedAdapter, batch: Batch, shown: AdapterStep) -> Tensor | None:
     """[V, D] the target's own rows in the dtype of the head shown, None where no reference is shown. Of a reduced
     vocabulary those nearest to the head's, None where two of them are nearest to one."""
     try:
         rows = subject.reference(batch).head.detach().cpu().to(shown.head.dtype)
-    except Missing:
+    except NotExposed:
         return None
     head = shown.head.detach().cpu()
     if len(rows) == len(head):

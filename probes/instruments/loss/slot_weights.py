@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 
-Array = NDArray[np.float64]
+WeightArray = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 SUGGESTIVE = 0.3
@@ -24,18 +24,18 @@ SUGGESTIVE = 0.3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Slots:
+class WeightedSlots:
     """The slots whose weights are to be explained; slot 0 is not among them."""
 
     block: Ints
     slot: Ints
-    weight: Array
+    weight: WeightArray
     """[n] as fitted."""
-    tolerance: Array
+    tolerance: WeightArray
     """[n] relative error that rounding may have made."""
-    chance: Array
+    chance: WeightArray
     """[n] the draft's probability of the label."""
-    value: Array
+    value: WeightArray
     """[n] the terms' value, in which attached weights differ."""
     right: NDArray[np.bool_]
     """[n] the draft's argmax is the label."""
@@ -44,7 +44,7 @@ class Slots:
     size: int
     """B."""
 
-    def grid(self, values: Array, fill: float) -> Array:
+    def grid(self, values: WeightArray, fill: float) -> WeightArray:
         """[A, B] of values [n], `fill` where nothing is supervised."""
         made = np.full((int(self.block.max()) + 1, self.size), fill)
         made[self.block, self.slot] = values
@@ -52,13 +52,13 @@ class Slots:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Law:
+class WeightLaw:
     """How the weights are made."""
 
     kind: str
     """uniform, exp, dpace, dpace-confidence, dpace-continuation, dpace-attached, per-slot, per-block, streak, or
     unknown."""
-    raw: Array
+    raw: WeightArray
     """[n] the law's weights, which are `weight / scale`."""
     scale: float
     scale_error: float
@@ -79,7 +79,7 @@ class Law:
         return self.misfit <= 1
 
 
-def recognise(slots: Slots, prefer: str = "") -> Law:
+def recognise_law(slots: WeightedSlots, prefer: str = "") -> WeightLaw:
     """The law of the weights, `unknown` where none is found. prefer: the kind to take where two fit alike."""
     simple = _law(slots, "uniform", np.ones_like(slots.weight))
     if simple.fits:
@@ -98,8 +98,12 @@ def recognise(slots: Slots, prefer: str = "") -> Law:
 
 
 def _law(
-    slots: Slots, kind: str, raw: Array, parameters: Mapping[str, float] | None = None, **rest: object
-) -> Law:
+    slots: WeightedSlots,
+    kind: str,
+    raw: WeightArray,
+    parameters: Mapping[str, float] | None = None,
+    **rest: object,
+) -> WeightLaw:
     """With the factor that fits best, in relative terms."""
     if not (raw > 0).all() or not (slots.weight > 0).all():
         scale, deviation = 1.0, np.full(len(raw), np.inf)
@@ -112,7 +116,7 @@ def _law(
         deviation = np.abs(slots.weight / (scale * raw) - 1)
     with np.errstate(invalid="ignore"):
         over = deviation / slots.tolerance
-    return Law(
+    return WeightLaw(
         kind=kind,
         raw=raw,
         scale=scale,
@@ -124,9 +128,9 @@ def _law(
     )
 
 
-def _exponential(slots: Slots) -> Law | None:
+def _exponential(slots: WeightedSlots) -> WeightLaw | None:
     """exp(-(k - 1) / gamma)."""
-    place: Array = slots.slot.astype(np.float64) - 1
+    place: WeightArray = slots.slot.astype(np.float64) - 1
     if not (slots.weight > 0).all() or len(set(slots.slot)) < 2:
         return None
     slope, error = _slope(place, np.log(slots.weight), slots.tolerance)
@@ -137,7 +141,7 @@ def _exponential(slots: Slots) -> Law | None:
     return law
 
 
-def _slope(x: Array, y: Array, tolerance: Array) -> tuple[float, float]:
+def _slope(x: WeightArray, y: WeightArray, tolerance: WeightArray) -> tuple[float, float]:
     """Of the weighted straight line, with its standard error."""
     trust = 1 / tolerance**2
     centre = (trust * x).sum() / trust.sum()
@@ -169,21 +173,21 @@ def _dpace_weights(kind: str, alpha: float, chance: torch.Tensor, on: torch.Tens
     return DPACE[kind](smooth.cumprod(1), on) * on
 
 
-def _dpace(slots: Slots) -> list[Law]:
+def _dpace(slots: WeightedSlots) -> list[WeightLaw]:
     """Every variant with its best alpha."""
     on = torch.from_numpy(slots.grid(np.ones_like(slots.weight), 0.0))
     chance = torch.from_numpy(slots.grid(slots.chance, 0.0))
     value = torch.from_numpy(slots.grid(slots.value, 0.0))
     at = (slots.block, slots.slot)
-    makers: dict[str, Callable[[float], Array]] = {}
+    makers: dict[str, Callable[[float], WeightArray]] = {}
     for kind in DPACE:
         makers[kind] = lambda alpha, kind=kind: _dpace_weights(kind, alpha, chance, on).numpy()[at]  # type: ignore[misc]
     for name, both in (("dpace-attached", False), ("dpace-attached-mean", True)):
-        makers[name] = lambda alpha, both=both: _attached(alpha, chance, on, value, both).numpy()[at]  # type: ignore[misc]
+        makers[name] = lambda alpha, both=both: _attached_weights(alpha, chance, on, value, both).numpy()[at]  # type: ignore[misc]
     return [law for name, make in makers.items() if (law := _best_alpha(slots, name, make)) is not None]
 
 
-def _attached(
+def _attached_weights(
     alpha: float, chance: torch.Tensor, on: torch.Tensor, value: torch.Tensor, mean: bool
 ) -> torch.Tensor:
     """[A, B] the weights that a gradient shows where it also flows through the confidences of D-PACE.
@@ -200,7 +204,7 @@ def _attached(
     return (weights - chance * through).detach() * on
 
 
-def _best_alpha(slots: Slots, name: str, make: Callable[[float], Array]) -> Law | None:
+def _best_alpha(slots: WeightedSlots, name: str, make: Callable[[float], WeightArray]) -> WeightLaw | None:
     """alpha by a coarse look and then a bounded search for the least squares of logarithms."""
 
     def loss(alpha: float) -> float:
@@ -237,15 +241,15 @@ def _best_alpha(slots: Slots, name: str, make: Callable[[float], Array]) -> Law 
 # --- what depends on the block, or on what the draft got right -----------------------------------------
 
 
-def _means(values: Array, groups: Ints) -> Array:
+def _means(values: WeightArray, groups: Ints) -> WeightArray:
     """[n] each value's group's mean."""
     _, inverse = np.unique(groups, return_inverse=True)
     sums = np.bincount(inverse, weights=values) / np.bincount(inverse)
-    made: Array = sums[inverse]
+    made: WeightArray = sums[inverse]
     return made
 
 
-def _per_slot(slots: Slots) -> Law | None:
+def _per_slot(slots: WeightedSlots) -> WeightLaw | None:
     """A weight for each slot number that is no exponential."""
     if not _companions(slots.slot):
         return None
@@ -258,7 +262,7 @@ def _companions(groups: Ints) -> bool:
     return bool((counts[inverse] > 1).mean() >= SUGGESTIVE)
 
 
-def _per_block(slots: Slots) -> Law | None:
+def _per_block(slots: WeightedSlots) -> WeightLaw | None:
     """exp or uniform within a block, times something of the block: the mean of means of blocks or documents."""
     if not (slots.weight > 0).all():
         return None
@@ -283,9 +287,9 @@ def _per_block(slots: Slots) -> Law | None:
     return None
 
 
-def _streak(slots: Slots) -> Law | None:
+def _streak(slots: WeightedSlots) -> WeightLaw | None:
     """A weight that depends on the slot and on which slots of the block the draft got right."""
-    fallback: Law | None = None
+    fallback: WeightLaw | None = None
     kept, left_out = _states(slots, True), _states(slots, False)
     for words in kept:
         for state in (kept[words], left_out[words]):
@@ -301,7 +305,7 @@ def _streak(slots: Slots) -> Law | None:
     return fallback
 
 
-def _states(slots: Slots, hole: bool) -> dict[str, Array]:
+def _states(slots: WeightedSlots, hole: bool) -> dict[str, WeightArray]:
     """In words, what a streak may be: [n] each. hole: whether a slot that is not trained counts as right."""
     right = slots.grid(slots.right.astype(np.float64), float(hole)) > 0
     at = (slots.block, slots.slot)
@@ -321,7 +325,7 @@ def _states(slots: Slots, hole: bool) -> dict[str, Array]:
     }
 
 
-def _with_gamma(slots: Slots, state: Array, law: Law) -> Law:
+def _with_gamma(slots: WeightedSlots, state: WeightArray, law: WeightLaw) -> WeightLaw:
     """The streak's law with gamma, where the weights are exponential within every state."""
     numbers, inverse = np.unique(state, return_inverse=True)
     if not (slots.weight > 0).all():

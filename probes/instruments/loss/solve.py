@@ -16,11 +16,11 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from parity.probes.instruments.loss.designed_row import Crafted
-from parity.probes.instruments.loss.head_gradient import SOFT, AtHead, term_values
-from parity.probes.instruments.loss.mixture import ROUGH, Fit, explain, left_over, unseen
-from parity.probes.instruments.loss.slot_weights import Law, Slots, recognise
-from parity.probes.subject import Subject
+from parity.probes.instruments.loss.designed_row import DesignedBatch
+from parity.probes.instruments.loss.head_gradient import SOFT, HeadGradients, term_values
+from parity.probes.instruments.loss.mixture import ROUGH, MixtureFit, explain, left_over, unseen
+from parity.probes.instruments.loss.slot_weights import WeightedSlots, WeightLaw, recognise_law
+from parity.probes.subject import ExaminedAdapter
 
 FLOOR = 1e-6
 """Least limit of the residual: above what float32 leaves (2e-7), far below the effect of 1 % of anything."""
@@ -45,10 +45,10 @@ HEAT_SLOTS = 12
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Reading:
+class MixtureEstimate:
     """The mixture that was found, and what is needed to go on with it."""
 
-    fit: Fit
+    fit: MixtureFit
     heat: float
     heat_error: float
     source: str
@@ -59,7 +59,7 @@ class Reading:
     columns: Mapping[str, Tensor]
 
 
-def read(subject: Subject, crafted: Crafted, at: AtHead) -> Reading:
+def estimate_mixture(subject: ExaminedAdapter, crafted: DesignedBatch, at: HeadGradients) -> MixtureEstimate:
     """Hard terms first, then all terms, then other temperatures, then shifted teachers: the first that explains."""
     labels = _sources(crafted, at)
     teachers = _teachers(crafted, at)
@@ -67,7 +67,7 @@ def read(subject: Subject, crafted: Crafted, at: AtHead) -> Reading:
     if hard:
         columns = at.columns([*hard, "smoothing"], labels, None)
         reading = _reading(at, columns, labels, teachers.get(SLICE), SLICE)
-        if not teachers or (reading.fit.explained and reading.fit.limit <= ROUGH):
+        if not teachers or (reading.fit.choose_mixture_with_law and reading.fit.limit <= ROUGH):
             return reading
         best = reading
     else:
@@ -81,18 +81,18 @@ def read(subject: Subject, crafted: Crafted, at: AtHead) -> Reading:
         for heat in dict.fromkeys((subject.recipe.loss.temperature, 1.0)):
             columns = at.columns(names, local, teacher, heat=heat, eta=subject.recipe.loss.lk_eta)
             reading = _reading(at, columns, local, teacher, origin, heat=heat)
-            if reading.fit.explained:
+            if reading.fit.choose_mixture_with_law:
                 return reading
             best = reading if best is None or reading.fit.residual < best.fit.residual else best
     for origin, teacher in teachers.items():
         found = _other_heat(subject, at, labels, teacher, origin, own)
-        if found.fit.explained:
+        if found.fit.choose_mixture_with_law:
             return found
     assert best is not None
     return best
 
 
-def _sources(crafted: Crafted, at: AtHead) -> dict[str, Tensor]:
+def _sources(crafted: DesignedBatch, at: HeadGradients) -> dict[str, Tensor]:
     """Hard labels [n] by where they may come from."""
     made: dict[str, Tensor] = {}
     for shift in SHIFTS:
@@ -104,7 +104,7 @@ def _sources(crafted: Crafted, at: AtHead) -> dict[str, Tensor]:
     return made
 
 
-def _teachers(crafted: Crafted, at: AtHead) -> dict[str, Tensor]:
+def _teachers(crafted: DesignedBatch, at: HeadGradients) -> dict[str, Tensor]:
     """The teacher's logits [n, V]: from the captured slice, and as the step shows them."""
     made: dict[str, Tensor] = {}
     if crafted.teacher is not None:
@@ -114,7 +114,7 @@ def _teachers(crafted: Crafted, at: AtHead) -> dict[str, Tensor]:
     return made
 
 
-def _limit(at: AtHead, labels: Mapping[str, Tensor], teacher: Tensor | None) -> tuple[float, Tensor]:
+def _limit(at: HeadGradients, labels: Mapping[str, Tensor], teacher: Tensor | None) -> tuple[float, Tensor]:
     """Relative residual that rounding accounts for; and its size [n] in gradients of weight 1."""
     some = next(iter(labels), None)
     at_labels = labels[some] if some is not None else torch.zeros(len(at), dtype=torch.long)
@@ -125,7 +125,7 @@ def _limit(at: AtHead, labels: Mapping[str, Tensor], teacher: Tensor | None) -> 
 
 
 def _reading(
-    at: AtHead,
+    at: HeadGradients,
     columns: Mapping[str, Tensor],
     labels: Mapping[str, Tensor],
     teacher: Tensor | None,
@@ -133,18 +133,18 @@ def _reading(
     *,
     heat: float = 1.0,
     heat_error: float = 0.0,
-) -> Reading:
+) -> MixtureEstimate:
     limit, rounding = _limit(at, labels, teacher)
     fit = explain(at.gradient, columns, limit)
     weights = torch.from_numpy(fit.weights).abs()
     larger = ROUNDINGS * float((rounding * weights).norm() / at.gradient.norm())
     if (
-        not fit.explained and limit < larger <= ROUNDINGS * limit
+        not fit.choose_mixture_with_law and limit < larger <= ROUNDINGS * limit
     ):  # terms that cancel leave a smaller gradient
         fit = explain(at.gradient, columns, larger)
     hard = [name.split(":")[1] for name in fit.shares if name.startswith("ce:")]
     source = hard[0] if hard else next(iter(labels), "")
-    return Reading(
+    return MixtureEstimate(
         fit=fit,
         heat=heat,
         heat_error=heat_error,
@@ -157,8 +157,13 @@ def _reading(
 
 
 def _other_heat(
-    subject: Subject, at: AtHead, labels: Mapping[str, Tensor], teacher: Tensor, origin: str, own: list[str]
-) -> Reading:
+    subject: ExaminedAdapter,
+    at: HeadGradients,
+    labels: Mapping[str, Tensor],
+    teacher: Tensor,
+    origin: str,
+    own: list[str],
+) -> MixtureEstimate:
     """The temperature of the soft terms, or of all, by the least residual on a few slots; then all slots with it."""
     rows = torch.arange(0, len(at), max(1, len(at) // HEAT_SLOTS))[:HEAT_SLOTS]
     few, some = at.part(rows), {name: each[rows] for name, each in labels.items()}
@@ -166,14 +171,16 @@ def _other_heat(
     best: tuple[float, float, list[str]] | None = None
     for names in ([*own, "smoothing", *SOFT], [name.replace("ce:", "ce@heat:") for name in own]):
 
-        def left(log_heat: float, names: list[str] = names) -> float:
+        def residual_at_heat(log_heat: float, names: list[str] = names) -> float:
             columns = few.columns(names, some, teacher[rows], heat=float(np.exp(log_heat)), eta=eta)
             return left_over(few.gradient, columns)
 
-        coarse = [left(float(np.log(heat))) for heat in HEATS]
+        coarse = [residual_at_heat(float(np.log(heat))) for heat in HEATS]
         at_best = int(np.argmin(coarse))
         bounds = np.log([HEATS[max(0, at_best - 1)], HEATS[min(len(HEATS) - 1, at_best + 1)]])
-        fine = minimize_scalar(left, bounds=tuple(bounds), method="bounded", options={"xatol": 1e-7})
+        fine = minimize_scalar(
+            residual_at_heat, bounds=tuple(bounds), method="bounded", options={"xatol": 1e-7}
+        )
         if best is None or fine.fun < best[0]:
             best = (float(fine.fun), float(np.exp(fine.x)), names)
     assert best is not None
@@ -189,7 +196,7 @@ def _other_heat(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class WeightLaws:
     """What follows from the weights."""
 
     denominator: float
@@ -206,7 +213,9 @@ class Found:
     """Soft term -> the temperature squared that it is multiplied with, as in distillation; where none is, empty."""
 
 
-def explained(subject: Subject, crafted: Crafted, at: AtHead, reading: Reading) -> tuple[Reading, Law, Slots]:
+def is_explained(
+    subject: ExaminedAdapter, crafted: DesignedBatch, at: HeadGradients, reading: MixtureEstimate
+) -> tuple[MixtureEstimate, WeightLaw, WeightedSlots]:
     """The reading whose weights follow a law, where several mixtures have the gradient's direction."""
     prefer = subject.recipe.loss.weights.kind
     fits = [reading.fit, *reading.fit.alike]
@@ -221,7 +230,9 @@ def explained(subject: Subject, crafted: Crafted, at: AtHead, reading: Reading) 
     return tried[0]
 
 
-def _law_of(at: AtHead, crafted: Crafted, reading: Reading, prefer: str) -> tuple[Law, Slots]:
+def _law_of(
+    at: HeadGradients, crafted: DesignedBatch, reading: MixtureEstimate, prefer: str
+) -> tuple[WeightLaw, WeightedSlots]:
     """The weights of slots 1 and up."""
     labels = reading.labels.get(reading.source, torch.zeros(len(at), dtype=torch.long))
     rows = (at.slot > 0).nonzero().squeeze(-1)
@@ -234,7 +245,7 @@ def _law_of(at: AtHead, crafted: Crafted, reading: Reading, prefer: str) -> tupl
     value = -chance.clamp(min=1e-300).log()
     if set(reading.fit.shares) <= set(SOFT) and reading.teacher is not None and len(reading.fit.shares) == 1:
         value = _values(at, next(iter(reading.fit.shares)), reading)
-    slots = Slots(
+    slots = WeightedSlots(
         block=at.block[rows].numpy(),
         slot=at.slot[rows].numpy(),
         weight=reading.fit.weights[rows.numpy()],
@@ -245,21 +256,21 @@ def _law_of(at: AtHead, crafted: Crafted, reading: Reading, prefer: str) -> tupl
         document=crafted.batch.document[at.shown.anchors.cpu()[at.block[rows]]].numpy(),
         size=at.shape[1],
     )
-    law = recognise(slots, prefer)
+    law = recognise_law(slots, prefer)
     if not law.fits and set(reading.fit.shares) <= set(
         SOFT
     ):  # speculators' confidence of any term: exp(-value)
         other = replace(slots, chance=np.exp(-slots.value))
-        again = recognise(other, prefer)
+        again = recognise_law(other, prefer)
         law = replace(again, note="confidence exp(-value)") if again.fits else law
     return law, slots
 
 
-def soft(reading: Reading) -> bool:
+def soft(reading: MixtureEstimate) -> bool:
     return any(name in SOFT for name in reading.fit.shares)
 
 
-def _values(at: AtHead, name: str, reading: Reading) -> Tensor:
+def _values(at: HeadGradients, name: str, reading: MixtureEstimate) -> Tensor:
     """[n] a soft term's value."""
     teacher, heat = reading.teacher, reading.heat
     assert teacher is not None
@@ -270,7 +281,13 @@ def _values(at: AtHead, name: str, reading: Reading) -> Tensor:
     )
 
 
-def find(subject: Subject, crafted: Crafted, at: AtHead, reading: Reading, law: Law) -> Found:
+def find_weight_law(
+    subject: ExaminedAdapter,
+    crafted: DesignedBatch,
+    at: HeadGradients,
+    reading: MixtureEstimate,
+    law: WeightLaw,
+) -> WeightLaws:
     """Denominator, slot 0, and what could hide."""
     weights, zero = reading.fit.weights, (at.slot == 0).numpy()
     first = (
@@ -294,7 +311,7 @@ def find(subject: Subject, crafted: Crafted, at: AtHead, reading: Reading, law: 
         denominator = factor / law.scale if law.scale else float("inf")
         made.append((squared, denominator, _reductions(crafted, at, law, total, denominator)))
     squared, denominator, reductions = next((each for each in made if each[2]), made[0])
-    return Found(
+    return WeightLaws(
         denominator=denominator,
         reductions=reductions,
         slot0=slot0,
@@ -309,7 +326,7 @@ def term_of(name: str) -> str:
     return name.split(":")[0].split("@")[0]
 
 
-def _by_name(reading: Reading) -> tuple[dict[str, float], dict[str, float]]:
+def _by_name(reading: MixtureEstimate) -> tuple[dict[str, float], dict[str, float]]:
     """Shares and their standard errors by the recipe's names."""
     terms: dict[str, float] = {}
     errors: dict[str, float] = {}
@@ -344,7 +361,9 @@ def _squares(
     return fitting or [{}]
 
 
-def _reductions(crafted: Crafted, at: AtHead, law: Law, total: float, denominator: float) -> tuple[str, ...]:
+def _reductions(
+    crafted: DesignedBatch, at: HeadGradients, law: WeightLaw, total: float, denominator: float
+) -> tuple[str, ...]:
     """Which sums have the denominator's value on this row."""
     blocks = at.shape[0]
     known = {

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from parity.probes.instruments.loss.head_gradient import SOFT, AtHead
-from parity.probes.instruments.loss.slot_weights import Law, Slots
-from parity.probes.instruments.loss.solve import Found, Reading, soft
-from parity.probes.subject import Subject
+from parity.probes.instruments.loss.head_gradient import SOFT, HeadGradients
+from parity.probes.instruments.loss.slot_weights import WeightedSlots, WeightLaw
+from parity.probes.instruments.loss.solve import MixtureEstimate, WeightLaws, soft
+from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Chart, Column, Table, Value
 
 IDENTIFIABLE = 0.05
@@ -37,7 +37,7 @@ def mixture_words(terms: Mapping[str, float]) -> str:
     return " + ".join(parts)
 
 
-def _terms_words(reading: Reading) -> str:
+def _terms_words(reading: MixtureEstimate) -> str:
     """`hard CE on the teacher's argmax`, or shares."""
     parts, shares = [], reading.fit.shares
     for name, share in shares.items():
@@ -56,14 +56,14 @@ def _terms_words(reading: Reading) -> str:
     return text + (f" (or {' or '.join(others)})" if others else "")
 
 
-def _square_words(found: Found) -> str:
+def _square_words(found: WeightLaws) -> str:
     if not found.squared:
         return ""
     square = next(iter(found.squared.values()))
     return f" ({' and '.join(WORDS[name] for name in found.squared)} times T^2 = {square:.4g})"
 
 
-def law_words(law: Law, slots: Slots) -> str:
+def law_words(law: WeightLaw, slots: WeightedSlots) -> str:
     low, high = int(slots.slot.min()), int(slots.slot.max())
     over = f"over slots {low}-{high}" if high > low else f"on slot {low}"
     if high == low:
@@ -86,18 +86,18 @@ def law_words(law: Law, slots: Slots) -> str:
     return f"{words} {over}"
 
 
-def profile(slots: Slots) -> dict[int, float]:
+def profile(slots: WeightedSlots) -> dict[int, float]:
     """Mean weight of every slot number, of slot 1's."""
     means = {int(k): float(slots.weight[slots.slot == k].mean()) for k in np.unique(slots.slot)}
     first = next(iter(means.values()))
     return {k: value / first for k, value in means.items()}
 
 
-def _profile_words(slots: Slots) -> str:
+def _profile_words(slots: WeightedSlots) -> str:
     return ", ".join(f"{value:.3g}" for value in profile(slots).values())
 
 
-def declared_law(subject: Subject) -> str:
+def declared_law(subject: ExaminedAdapter) -> str:
     weights = subject.recipe.loss.weights
     return {
         "exp": f"exp with gamma {weights.gamma}",
@@ -116,7 +116,7 @@ def reduction_words(name: str) -> str:
     return known.get(name, f"sum over the number of {name}")
 
 
-def _reduction(law: Law, found: Found, wanted: str) -> str:
+def _reduction(law: WeightLaw, found: WeightLaws, wanted: str) -> str:
     if law.kind == "per-block":
         return law.note
     if wanted in found.reductions:
@@ -124,7 +124,7 @@ def _reduction(law: Law, found: Found, wanted: str) -> str:
     return found.reductions[0] if found.reductions else "not recognised"
 
 
-def _hits(slots: Slots) -> str:
+def _hits(slots: WeightedSlots) -> str:
     """What cannot be seen where drafts are hardly ever right, or always."""
     share = float(slots.right.mean())
     if RIGHT <= share <= 1 - RIGHT or len(set(slots.slot)) < 2:
@@ -132,7 +132,9 @@ def _hits(slots: Slots) -> str:
     return f"; drafts are right on {share:.0%} of slots, so weights that depend on it would not show"
 
 
-def sentence(reading: Reading, law: Law, found: Found, slots: Slots, wanted: str) -> str:
+def sentence(
+    reading: MixtureEstimate, law: WeightLaw, found: WeightLaws, slots: WeightedSlots, wanted: str
+) -> str:
     zero = "slot 0 unweighted" if not found.slot0 else f"slot 0 weighs {found.slot0:.3g} of slot 1"
     parts = [_terms_words(reading) + _square_words(found), law_words(law, slots), zero]
     reduction = _reduction(law, found, wanted)
@@ -152,7 +154,7 @@ def sentence(reading: Reading, law: Law, found: Found, slots: Slots, wanted: str
     return text + _hits(slots) + ")"
 
 
-def facts(reading: Reading, law: Law, found: Found, wanted: str) -> dict[str, Value]:
+def facts(reading: MixtureEstimate, law: WeightLaw, found: WeightLaws, wanted: str) -> dict[str, Value]:
     facts: dict[str, Value] = {"loss.recognised": True, "loss.residual": reading.fit.residual}
     facts |= {f"loss.share.{name}": round(share, 6) for name, share in found.terms.items()}
     hard = [name.split(":")[1] for name in reading.fit.shares if name.startswith("ce")]
@@ -170,7 +172,7 @@ def facts(reading: Reading, law: Law, found: Found, wanted: str) -> dict[str, Va
     return facts
 
 
-def term_table(reading: Reading, found: Found) -> Table:
+def term_table(reading: MixtureEstimate, found: WeightLaws) -> Table:
     rows: list[tuple[Value, ...]] = [
         (name, share, reading.fit.errors[name], None) for name, share in reading.fit.shares.items()
     ]
@@ -190,7 +192,7 @@ def term_table(reading: Reading, found: Found) -> Table:
     )
 
 
-def slot_table(at: AtHead, reading: Reading, law: Law, slots: Slots) -> Table:
+def slot_table(at: HeadGradients, reading: MixtureEstimate, law: WeightLaw, slots: WeightedSlots) -> Table:
     rows: list[tuple[Value, ...]] = []
     first = float(slots.weight[slots.slot == slots.slot.min()].mean()) or 1.0
     for place in range(at.shape[1]):

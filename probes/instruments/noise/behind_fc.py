@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.probes.adapters.base import Shown
+from parity.probes.adapters.base import AdapterStep
 
 ROUNDS = 3
 """Times that states are corrected: noise that grows with its state is met up to rounding in two or three."""
@@ -26,12 +26,12 @@ UNITS = 32
 """In the last place, by which wide states are moved to see what rounding does."""
 LEAST = 0.01
 """Of 16-bit states that are moved."""
-BLIND = 0.25
+POWERLESS_NOTE = 0.25
 """Of what the noise at fc's input itself moves the drafts by: a limit above says that nothing was told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Behind:
+class DownstreamNoise:
     """What moved the drafts though fc was fed the same. Sizes are relative to the drafts' own root mean square."""
 
     moved: float
@@ -41,24 +41,24 @@ class Behind:
     """What the other seed moves, noise at fc's input included."""
 
     @property
-    def told(self) -> bool:
+    def has_power(self) -> bool:
         """Whether the limit lies below what the noise itself does."""
-        return self.limit <= BLIND * self.whole
+        return self.limit <= POWERLESS_NOTE * self.whole
 
     @property
-    def found(self) -> bool:
+    def is_found(self) -> bool:
         """Whether something moves them."""
         return self.moved > self.limit
 
 
-def apart(a: Shown, b: Shown) -> float:
+def apart(a: AdapterStep, b: AdapterStep) -> float:
     """Root mean square of the difference of what enters the head, of its own."""
     first, second = a.hidden.detach().double(), b.hidden.detach().double()
     size = float(first.square().mean().sqrt())
     return float((first - second).square().mean().sqrt()) / size if size else 0.0
 
 
-def _gap(a: Shown, b: Shown, real: Tensor) -> Tensor:
+def _gap(a: AdapterStep, b: AdapterStep, real: Tensor) -> Tensor:
     """What is to be added to b's input of fc to be a's, zero on padding; [S, F]."""
     gap = a.fc_input.detach().double() - b.fc_input.detach().double()
     gap[~real] = 0
@@ -70,7 +70,7 @@ def _size(gap: Tensor) -> float:
 
 
 def rounding(
-    step: Callable[[Tensor], Shown], states: Tensor, first: Shown, real: Tensor, gap: float = 0.0
+    step: Callable[[Tensor], AdapterStep], states: Tensor, first: AdapterStep, real: Tensor, gap: float = 0.0
 ) -> tuple[float, float]:
     """How far states moved by a few units in the last place move the drafts, and fc's input. step: under the first
     seed. In wide states all are moved by `UNITS`: a drafter that computes in 16 bits rounds another way then in a few
@@ -88,14 +88,14 @@ def rounding(
     return apart(first, shown), _size(_gap(first, shown, real))
 
 
-def behind(
-    step: Callable[[Tensor, int], Shown],
+def measure_downstream_noise(
+    step: Callable[[Tensor, int], AdapterStep],
     states: Tensor,
-    runs: Sequence[Shown],
+    runs: Sequence[AdapterStep],
     seeds: Sequence[int],
     real: Tensor,
     clean: Tensor,
-) -> Behind:
+) -> DownstreamNoise:
     """From the first two of `runs`, whose inputs of fc differ.
 
     step(states, seed) runs the trainer; states [S, N, D]; real bool [S]; clean [S, F] fc's input without noise, by
@@ -123,7 +123,7 @@ def behind(
     by_rounding, by_input = rounding(lambda near: step(near, seeds[0]), states, first, real, _size(gap))
     more = _size(gap) / by_input if by_input else float("inf")
     limit = ROUNDINGS * by_rounding * max(1.0, more) if by_rounding else float("inf")
-    return Behind(
+    return DownstreamNoise(
         moved=apart(first, best),
         limit=limit,
         whole=apart(first, second),

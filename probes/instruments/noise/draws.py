@@ -27,7 +27,7 @@ LEAST = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
+class SharedDraw:
     """One way in which draws are shared."""
 
     over: str
@@ -41,7 +41,9 @@ class Shared:
     """Of the correlation, at this size of the sample."""
 
 
-def shared(added: Tensor, seeds: Sequence[int], document: Tensor, position: Tensor) -> list[Shared]:
+def find_shared_draws(
+    added: Tensor, seeds: Sequence[int], document: Tensor, position: Tensor
+) -> list[SharedDraw]:
     """What is shared in noise [R, T, C, D] added under these seeds [R], its tokens in document [T] at position [T]."""
     found = [_slices(added), _tokens(added, document, position), _seeds(added, seeds), _channels(added)]
     there = sorted(
@@ -83,17 +85,17 @@ def _largest(
     return (pair, *over[pair])
 
 
-def _slices(added: Tensor) -> Shared | None:
+def _slices(added: Tensor) -> SharedDraw | None:
     pairs = list(combinations(range(added.shape[2]), 2))
     worst = _largest({(a, b): _pair(added[:, :, a], added[:, :, b], len(pairs)) for a, b in pairs})
     if worst is None:
         return None
     (a, b), size, limit = worst
     words = f"the noise of slices {a} and {b} has a correlation of {size:.3f} (limit {limit:.2g})"
-    return Shared(over="slices", words=words, copies=1, correlation=size, limit=limit)
+    return SharedDraw(over="slices", words=words, copies=1, correlation=size, limit=limit)
 
 
-def _seeds(added: Tensor, seeds: Sequence[int]) -> Shared | None:
+def _seeds(added: Tensor, seeds: Sequence[int]) -> SharedDraw | None:
     pairs = list(combinations(range(len(added)), 2))
     worst = _largest({(a, b): _pair(added[a], added[b], len(pairs)) for a, b in pairs})
     if worst is None:
@@ -102,10 +104,10 @@ def _seeds(added: Tensor, seeds: Sequence[int]) -> Shared | None:
     words = (
         f"the noise under seeds {seeds[a]} and {seeds[b]} has a correlation of {size:.3f} (limit {limit:.2g})"
     )
-    return Shared(over="seeds", words=words, copies=len(added), correlation=size, limit=limit)
+    return SharedDraw(over="seeds", words=words, copies=len(added), correlation=size, limit=limit)
 
 
-def _tokens(added: Tensor, document: Tensor, position: Tensor) -> Shared | None:
+def _tokens(added: Tensor, document: Tensor, position: Tensor) -> SharedDraw | None:
     """Pairs of tokens, over all runs, slices and channels."""
     rows = added.transpose(0, 1).flatten(1)
     count = len(rows)
@@ -130,12 +132,12 @@ def _tokens(added: Tensor, document: Tensor, position: Tensor) -> Shared | None:
     elif bool(((position[first] == position[second]) & (document[first] != document[second])).all()):
         where = f"{where}, each at one position of two documents"
     words = f"{where}, up to {size_of:.3f} (limit {float(limit[over].min()):.2g})"
-    return Shared(
+    return SharedDraw(
         over="tokens", words=words, copies=count, correlation=size_of, limit=float(limit[over].min())
     )
 
 
-def _channels(added: Tensor) -> Shared | None:
+def _channels(added: Tensor) -> SharedDraw | None:
     """All channels of a slice together: their mean correlation."""
     width = added.shape[3]
     own = added.square().sum(-1)
@@ -149,4 +151,4 @@ def _channels(added: Tensor) -> Shared | None:
     if size <= limit:
         return None
     words = f"the channels of a slice have a mean correlation of {size:.3f} (limit {limit:.2g})"
-    return Shared(over="channels", words=words, copies=width, correlation=size, limit=limit)
+    return SharedDraw(over="channels", words=words, copies=width, correlation=size, limit=limit)

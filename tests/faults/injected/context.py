@@ -13,8 +13,8 @@ from torch import Tensor
 from parity.model.dflash import mask
 from parity.model.dflash.config import RopeConfig
 from parity.model.dflash.drafter import RMSNorm, Rope, block_ids
-from parity.model.dflash.mask import CONTEXT, PADDING, Layout, Rule, Tokens
-from parity.model.dflash.step import Wiring
+from parity.model.dflash.mask import CONTEXT, PADDING, BlockLayout, TokenPlaces, VisibilityRule
+from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.wiring import planted
@@ -22,47 +22,47 @@ from tests.faults.wiring import planted
 RIGHT = mask.visible
 
 
-class Seeing(Wiring):
+class Seeing(TrainingStep):
     """The step's masks are made by another rule, `sees`, in the layers whose rules it is given."""
 
-    def sees(self, query: Tokens, key: Tokens, rule: Rule) -> Tensor:
+    def sees(self, query: TokenPlaces, key: TokenPlaces, rule: VisibilityRule) -> Tensor:
         raise NotImplementedError
 
-    def draft(self, fc_input: Tensor, embeddings: Tensor, layout: Layout) -> Tensor:
+    def draft(self, fc_input: Tensor, embeddings: Tensor, layout: BlockLayout) -> Tensor:
         with patch.object(mask, "visible", self.sees):
             out: Tensor = self.drafter(fc_input, embeddings, layout, attention="eager")
         return out
 
 
-def _own(query: Tokens, key: Tokens) -> Tensor:
+def _own(query: TokenPlaces, key: TokenPlaces) -> Tensor:
     return (key.document == query.document) & (key.document != PADDING) & (key.block == CONTEXT)
 
 
 class AnchorsState(Seeing):
     """`<=` where `<` belongs."""
 
-    def sees(self, query: Tokens, key: Tokens, rule: Rule) -> Tensor:
+    def sees(self, query: TokenPlaces, key: TokenPlaces, rule: VisibilityRule) -> Tensor:
         return RIGHT(query, key, rule) | (_own(query, key) & (key.position == query.position - query.slot))
 
 
 class EverythingBehind(Seeing):
     """The mask forgets the anchor."""
 
-    def sees(self, query: Tokens, key: Tokens, rule: Rule) -> Tensor:
+    def sees(self, query: TokenPlaces, key: TokenPlaces, rule: VisibilityRule) -> Tensor:
         return RIGHT(query, key, rule) | _own(query, key)
 
 
 class UpToTheSlot(Seeing):
     """Each slot sees the states before itself: the future, for all but slot 0."""
 
-    def sees(self, query: Tokens, key: Tokens, rule: Rule) -> Tensor:
+    def sees(self, query: TokenPlaces, key: TokenPlaces, rule: VisibilityRule) -> Tensor:
         return RIGHT(query, key, rule) | (_own(query, key) & (key.position < query.position))
 
 
 class OtherDocuments(Seeing):
     """Documents of a row are not told apart."""
 
-    def sees(self, query: Tokens, key: Tokens, rule: Rule) -> Tensor:
+    def sees(self, query: TokenPlaces, key: TokenPlaces, rule: VisibilityRule) -> Tensor:
         earlier = (key.block == CONTEXT) & (key.document < query.document) & (key.document != PADDING)
         return RIGHT(query, key, rule) | earlier
 
@@ -70,7 +70,7 @@ class OtherDocuments(Seeing):
 class OneDocumentsLastToken(Seeing):
     """One document sees one state of the document before it."""
 
-    def sees(self, query: Tokens, key: Tokens, rule: Rule) -> Tensor:
+    def sees(self, query: TokenPlaces, key: TokenPlaces, rule: VisibilityRule) -> Tensor:
         leak = (key.block == CONTEXT) & (key.document == 0) & (query.document == 1) & (key.position == 15)
         return RIGHT(query, key, rule) | leak
 
@@ -78,21 +78,21 @@ class OneDocumentsLastToken(Seeing):
 class Padding(Seeing):
     """Padding belongs to everyone."""
 
-    def sees(self, query: Tokens, key: Tokens, rule: Rule) -> Tensor:
+    def sees(self, query: TokenPlaces, key: TokenPlaces, rule: VisibilityRule) -> Tensor:
         return RIGHT(query, key, rule) | ((key.block == CONTEXT) & (key.document == PADDING))
 
 
 class FirstTokenMissing(Seeing):
     """A document's first state is masked out."""
 
-    def sees(self, query: Tokens, key: Tokens, rule: Rule) -> Tensor:
+    def sees(self, query: TokenPlaces, key: TokenPlaces, rule: VisibilityRule) -> Tensor:
         return RIGHT(query, key, rule) & ~((key.block == CONTEXT) & (key.position == 0))
 
 
 class EndsEarly(Seeing):
     """The state right before the anchor is left out."""
 
-    def sees(self, query: Tokens, key: Tokens, rule: Rule) -> Tensor:
+    def sees(self, query: TokenPlaces, key: TokenPlaces, rule: VisibilityRule) -> Tensor:
         last = (key.block == CONTEXT) & (key.position == query.position - query.slot - 1)
         return RIGHT(query, key, rule) & ~last
 
@@ -100,7 +100,7 @@ class EndsEarly(Seeing):
 class OtherBlocks(Seeing):
     """Blocks of a document see each other's slots."""
 
-    def sees(self, query: Tokens, key: Tokens, rule: Rule) -> Tensor:
+    def sees(self, query: TokenPlaces, key: TokenPlaces, rule: VisibilityRule) -> Tensor:
         others = (key.block != CONTEXT) & (key.document == query.document)
         return RIGHT(query, key, rule) | others
 
@@ -108,7 +108,7 @@ class OtherBlocks(Seeing):
 class NextBlocksAnchor(Seeing):
     """The block's number is one too high for one slot: it sees the next block's anchor."""
 
-    def sees(self, query: Tokens, key: Tokens, rule: Rule) -> Tensor:
+    def sees(self, query: TokenPlaces, key: TokenPlaces, rule: VisibilityRule) -> Tensor:
         return RIGHT(query, key, rule) | (
             (key.block == query.block + 1) & (key.slot == 0) & (query.slot == 1)
         )
@@ -117,7 +117,7 @@ class NextBlocksAnchor(Seeing):
 class FromTheAnchor(Seeing):
     """A window's lower bound is the anchor's for every slot, as in speculators 0.9.0."""
 
-    def sees(self, query: Tokens, key: Tokens, rule: Rule) -> Tensor:
+    def sees(self, query: TokenPlaces, key: TokenPlaces, rule: VisibilityRule) -> Tensor:
         seen = RIGHT(query, key, replace_rule(rule, window=None))
         if rule.window is None:
             return seen
@@ -128,16 +128,16 @@ class FromTheAnchor(Seeing):
 class MaskThatIsAdded(Seeing):
     """A bool mask added to the scores: everything is seen (speculators#686)."""
 
-    def sees(self, query: Tokens, key: Tokens, rule: Rule) -> Tensor:
+    def sees(self, query: TokenPlaces, key: TokenPlaces, rule: VisibilityRule) -> Tensor:
         return torch.ones_like(RIGHT(query, key, rule))
 
 
-def replace_rule(rule: Rule, **changes: Any) -> Rule:
+def replace_rule(rule: VisibilityRule, **changes: Any) -> VisibilityRule:
     """The rule with other values."""
     return replace(rule, **changes)
 
 
-class SlotsTakeText(Wiring):
+class SlotsTakeText(TrainingStep):
     """Slot 1 is filled with the token that follows the anchor, not with the mask token."""
 
     def embeddings(self, batch: Batch, anchors: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class SlotsTakeText(Wiring):
         return F.embedding(ids, self.parts.embed).to(self.dtype)
 
 
-class NoAnchorToken(Wiring):
+class NoAnchorToken(TrainingStep):
     """Slot 0 is filled with the mask token too."""
 
     def embeddings(self, batch: Batch, anchors: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class NoAnchorToken(Wiring):
         return F.embedding(ids, self.parts.embed).to(self.dtype)
 
 
-class OtherMaskToken(Wiring):
+class OtherMaskToken(TrainingStep):
     """A default fills the slots, not the declared mask token (SpecForge#604)."""
 
     mask = 0
@@ -164,13 +164,13 @@ class OtherMaskToken(Wiring):
         return F.embedding(ids, self.parts.embed).to(self.dtype)
 
 
-class Placed(Wiring):
+class Placed(TrainingStep):
     """Blocks stand at other positions."""
 
-    def placed(self, blocks: Tokens) -> Tensor:
+    def placed(self, blocks: TokenPlaces) -> Tensor:
         raise NotImplementedError
 
-    def draft(self, fc_input: Tensor, embeddings: Tensor, layout: Layout) -> Tensor:
+    def draft(self, fc_input: Tensor, embeddings: Tensor, layout: BlockLayout) -> Tensor:
         rope, placed = self.drafter.rope, self.placed(layout.blocks)
         slots = len(layout.blocks)
 
@@ -194,27 +194,27 @@ class Placed(Wiring):
 class OneTooHigh(Placed):
     """Slot 0 stands where slot 1 belongs."""
 
-    def placed(self, blocks: Tokens) -> Tensor:
+    def placed(self, blocks: TokenPlaces) -> Tensor:
         return blocks.position + 1
 
 
 class AllAtTheAnchor(Placed):
     """All slots have the anchor's position."""
 
-    def placed(self, blocks: Tokens) -> Tensor:
+    def placed(self, blocks: TokenPlaces) -> Tensor:
         return blocks.position - blocks.slot
 
 
-class NoContextNorm(Wiring):
+class NoContextNorm(TrainingStep):
     """fc's output goes into the layers without its norm."""
 
-    def draft(self, fc_input: Tensor, embeddings: Tensor, layout: Layout) -> Tensor:
+    def draft(self, fc_input: Tensor, embeddings: Tensor, layout: BlockLayout) -> Tensor:
         fc = self.drafter.fc
         with patch.object(self.drafter, "condition", lambda states: fc(states)):
             return super().draft(fc_input, embeddings, layout)
 
 
-def _rules(change: Callable[[int, Rule], Rule]) -> Callable[[Builtin], None]:
+def _rules(change: Callable[[int, VisibilityRule], VisibilityRule]) -> Callable[[Builtin], None]:
     """Other rules in the drafter's layers, before anything else is made of them."""
 
     def plant(adapter: Builtin) -> None:
@@ -250,10 +250,10 @@ def _epsilon(value: float) -> Callable[[Builtin], None]:
     return plant
 
 
-class LargerEmbeddings(Wiring):
+class LargerEmbeddings(TrainingStep):
     """The blocks' embeddings are one percent too large: a fault without a name."""
 
-    def draft(self, fc_input: Tensor, embeddings: Tensor, layout: Layout) -> Tensor:
+    def draft(self, fc_input: Tensor, embeddings: Tensor, layout: BlockLayout) -> Tensor:
         return super().draft(fc_input, embeddings * 1.01, layout)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.step import Wiring
+from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
 from tests.faults.wiring import planted
 
 
-class RowBudget(Wiring):
+class RowBudget(TrainingStep):
     """The budget is the row's: speculators#1071."""
 
     def anchors(self, batch: Batch, seed: int) -> Tensor:
@@ -21,21 +21,21 @@ class RowBudget(Wiring):
         return drawn[order[: self.recipe.block.anchors]].sort().values
 
 
-class FirstDocuments(Wiring):
+class FirstDocuments(TrainingStep):
     """The row's budget is spent from the left."""
 
     def anchors(self, batch: Batch, seed: int) -> Tensor:
         return super().anchors(batch, seed)[: 2 * self.recipe.block.anchors]
 
 
-class NoMask(Wiring):
+class NoMask(TrainingStep):
     """Prompts are drawn from, too."""
 
     def anchors(self, batch: Batch, seed: int) -> Tensor:
         return super().anchors(replace(batch, loss_mask=batch.document >= 0), seed)
 
 
-class Padding(Wiring):
+class Padding(TrainingStep):
     """Padding is drawn from as if it were a document's end."""
 
     def anchors(self, batch: Batch, seed: int) -> Tensor:
@@ -46,14 +46,14 @@ class Padding(Wiring):
         )
 
 
-class Frozen(Wiring):
+class Frozen(TrainingStep):
     """The epoch does not enter the draw."""
 
     def anchors(self, batch: Batch, seed: int) -> Tensor:
         return super().anchors(replace(batch, epoch=0), seed)
 
 
-class Unseeded(Wiring):
+class Unseeded(TrainingStep):
     """Another draw at every call."""
 
     calls = 0
@@ -63,7 +63,7 @@ class Unseeded(Wiring):
         return super().anchors(batch, seed + type(self).calls)
 
 
-class Twice(Wiring):
+class Twice(TrainingStep):
     """Drawn with replacement."""
 
     def anchors(self, batch: Batch, seed: int) -> Tensor:
@@ -71,7 +71,7 @@ class Twice(Wiring):
         return torch.cat((drawn, drawn[:2])).sort().values
 
 
-class Beginnings(Wiring):
+class Beginnings(TrainingStep):
     """Only the first tokens of a document are ever drawn: a sorted list that is cut short."""
 
     def anchors(self, batch: Batch, seed: int) -> Tensor:
@@ -82,7 +82,7 @@ class Beginnings(Wiring):
         return super().anchors(replace(batch, loss_mask=early), seed)
 
 
-class NoBudget(Wiring):
+class NoBudget(TrainingStep):
     """Every candidate is an anchor."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -90,7 +90,7 @@ class NoBudget(Wiring):
         self.anchor_config = replace(self.anchor_config, budget=512)
 
 
-class Half(Wiring):
+class Half(TrainingStep):
     """Half of the declared number."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from parity.model.dflash import decode
 from parity.model.dflash.config import RopeConfig
 from parity.model.dflash.drafter import ContextCache, Drafter, Rope
-from parity.model.dflash.mask import Rule
+from parity.model.dflash.mask import VisibilityRule
 from parity.model.tiny import embedded
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.wiring import Plant, builtin
@@ -86,7 +86,7 @@ def _differing(**attributes: Callable[[Drafter], Any]) -> Change:
     return plant
 
 
-def _rules(change: Callable[[int, Rule], Rule]) -> Change:
+def _rules(change: Callable[[int, VisibilityRule], VisibilityRule]) -> Change:
     def layers(drafter: Drafter) -> Any:
         made = tuple(change(index, rule) for index, rule in enumerate(drafter.config.layers))
         return replace(drafter.config, layers=made)

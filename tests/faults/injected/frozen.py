@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.mask import Layout
-from parity.model.dflash.step import Wiring
+from parity.model.dflash.mask import BlockLayout
+from parity.model.dflash.step import TrainingStep
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.wiring import Plant, builtin
 
 
-class DetachedContext(Wiring):
+class DetachedContext(TrainingStep):
     """The conditioning keys come from a branch without gradients."""
 
-    def draft(self, fc_input: Tensor, embeddings: Tensor, layout: Layout) -> Tensor:
+    def draft(self, fc_input: Tensor, embeddings: Tensor, layout: BlockLayout) -> Tensor:
         right = self.drafter.condition
         self.drafter.condition = lambda states: right(states).detach()  # type: ignore[method-assign]
         try:
@@ -114,7 +114,7 @@ def _plant(
     name: str,
     deviation: str,
     then: Callable[[Builtin], None] = lambda adapter: None,
-    wiring: type[Wiring] = Wiring,
+    wiring: type[TrainingStep] = TrainingStep,
     changes: dict[str, Any] | None = None,
 ) -> Plant:
     return Plant(

@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.model.dflash.anchors import Blocks
-from parity.model.dflash.step import Wiring
+from parity.model.dflash.anchors import BlockLabels
+from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
-from parity.model.training.loss import Teacher
-from parity.model.training.states import Captured, SyntheticStates
+from parity.model.training.loss import TeacherStates
+from parity.model.training.states import StepStates, SyntheticStates
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.wiring import planted
 
 
-class AllSlices(Wiring):
+class AllSlices(TrainingStep):
     """fc is fed every captured slice: design.md section 1, fault 2."""
 
-    def split(self, captured: Captured) -> tuple[Tensor, Tensor | None]:
-        _, teacher = super().split(captured)
+    def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+        _, teacher = super().split_slices(captured)
         return captured.states.flatten(1).to(self.dtype), teacher
 
 
@@ -34,23 +34,23 @@ def wider(adapter: Builtin) -> None:
     adapter.trainer.drafter.fc = new
 
 
-def fed(*order: int) -> type[Wiring]:
+def fed(*order: int) -> type[TrainingStep]:
     """These slices, in this order."""
 
-    class Fed(Wiring):
-        def split(self, captured: Captured) -> tuple[Tensor, Tensor | None]:
-            _, teacher = super().split(captured)
+    class Fed(TrainingStep):
+        def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+            _, teacher = super().split_slices(captured)
             return captured.states[:, list(order)].flatten(1).to(self.dtype), teacher
 
     return Fed
 
 
-def scaled(slice_: int, by: float) -> type[Wiring]:
+def scaled(slice_: int, by: float) -> type[TrainingStep]:
     """One slice is multiplied by something on its way to fc."""
 
-    class Scaled(Wiring):
-        def split(self, captured: Captured) -> tuple[Tensor, Tensor | None]:
-            conditioning, teacher = super().split(captured)
+    class Scaled(TrainingStep):
+        def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+            conditioning, teacher = super().split_slices(captured)
             width = captured.states.shape[2]
             factor = torch.ones(conditioning.shape[1])
             factor[slice_ * width : (slice_ + 1) * width] = by
@@ -59,39 +59,39 @@ def scaled(slice_: int, by: float) -> type[Wiring]:
     return Scaled
 
 
-class Normed(Wiring):
+class Normed(TrainingStep):
     """The final norm is applied to the conditioning states, too."""
 
-    def split(self, captured: Captured) -> tuple[Tensor, Tensor | None]:
-        conditioning, teacher = super().split(captured)
+    def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+        conditioning, teacher = super().split_slices(captured)
         parts = conditioning.reshape(len(conditioning), -1, captured.states.shape[2])
         return self.parts.norm(parts).flatten(1).detach(), teacher
 
 
-def teacher_from(slice_: int) -> type[Wiring]:
+def teacher_from(slice_: int) -> type[TrainingStep]:
     """Labels from a conditioning slice."""
 
-    class From(Wiring):
-        def split(self, captured: Captured) -> tuple[Tensor, Tensor | None]:
-            conditioning, _ = super().split(captured)
+    class From(TrainingStep):
+        def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+            conditioning, _ = super().split_slices(captured)
             return conditioning, captured.states[:, slice_]
 
     return From
 
 
-class TeacherBlend(Wiring):
+class TeacherBlend(TrainingStep):
     """A tenth of a conditioning slice leaks into the teacher's."""
 
-    def split(self, captured: Captured) -> tuple[Tensor, Tensor | None]:
-        conditioning, teacher = super().split(captured)
+    def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+        conditioning, teacher = super().split_slices(captured)
         assert teacher is not None
         return conditioning, 0.7 * teacher + 0.3 * captured.states[:, 1]
 
 
-class DataLabels(Wiring):
+class DataLabels(TrainingStep):
     """Labels are the data's tokens: the teacher's slice is captured for nothing."""
 
-    def labels(self, blocks: Blocks, teacher: Teacher | None) -> Tensor:
+    def labels(self, blocks: BlockLabels, teacher: TeacherStates | None) -> Tensor:
         return blocks.labels
 
 
@@ -110,7 +110,7 @@ def capturing(change: Callable[[Batch, Any], Tensor]) -> Callable[[Builtin], Non
         assert isinstance(source, SyntheticStates)
 
         class Other(SyntheticStates):
-            def __call__(self, batch: Batch) -> Captured:
+            def __call__(self, batch: Batch) -> StepStates:
                 return replace(source(batch), states=change(batch, source))
 
         adapter.trainer.source = Other(source.recipe, source.target)

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import Blocks, blocks_at
-from parity.model.dflash.step import Wiring
+from parity.model.dflash.anchors import BlockLabels, blocks_at
+from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
-from parity.model.training.loss import Teacher
+from parity.model.training.loss import TeacherStates
 from tests.faults.wiring import planted
 
 
-def teacher_shifted(by: int) -> type[Wiring]:
+def teacher_shifted(by: int) -> type[TrainingStep]:
     """The teacher's state of another token: 1 is the slot's own, speculators' `sample_from_anchor` mistaken."""
 
-    class Shifted(Wiring):
-        def teacher(self, state: Tensor | None, blocks: Blocks) -> Teacher | None:
+    class Shifted(TrainingStep):
+        def teacher(self, state: Tensor | None, blocks: BlockLabels) -> TeacherStates | None:
             made = super().teacher(state, blocks)
             assert made is not None
             return replace(made, index=(made.index + by).clamp(0, len(made.states) - 1))
@@ -26,11 +26,11 @@ def teacher_shifted(by: int) -> type[Wiring]:
     return Shifted
 
 
-def data_shifted(by: int) -> type[Wiring]:
+def data_shifted(by: int) -> type[TrainingStep]:
     """The data token of the next slot: a loader that already shifted labels."""
 
-    class Shifted(Wiring):
-        def blocks(self, batch: Batch, anchors: Tensor) -> Blocks:
+    class Shifted(TrainingStep):
+        def blocks(self, batch: Batch, anchors: Tensor) -> BlockLabels:
             made = super().blocks(batch, anchors)
             index = (made.index + by).clamp(0, len(batch.tokens) - 1)
             return replace(made, labels=torch.where(made.supervised, batch.tokens[index], made.labels))
@@ -38,10 +38,10 @@ def data_shifted(by: int) -> type[Wiring]:
     return Shifted
 
 
-class Reblocked(Wiring):
+class Reblocked(TrainingStep):
     """Blocks made from a changed row."""
 
-    def blocks(self, batch: Batch, anchors: Tensor) -> Blocks:
+    def blocks(self, batch: Batch, anchors: Tensor) -> BlockLabels:
         return super().blocks(self.seen(batch), anchors)
 
     def seen(self, batch: Batch) -> Batch:
@@ -85,55 +85,55 @@ class LateMask(Reblocked):
         return replace(batch, loss_mask=batch.loss_mask.roll(1))
 
 
-def holes(past: bool) -> type[Wiring]:
+def holes(past: bool) -> type[TrainingStep]:
     """Slots behind a hole, trained or not, whatever the recipe says."""
 
-    class Holes(Wiring):
-        def blocks(self, batch: Batch, anchors: Tensor) -> Blocks:
+    class Holes(TrainingStep):
+        def blocks(self, batch: Batch, anchors: Tensor) -> BlockLabels:
             size = self.recipe.block.size
             return blocks_at(anchors, batch.tokens, batch.loss_mask, batch.document, size, past_holes=past)
 
     return Holes
 
 
-class NoLastSlot(Wiring):
+class NoLastSlot(TrainingStep):
     """An off-by-one leaves the last slot untrained."""
 
-    def blocks(self, batch: Batch, anchors: Tensor) -> Blocks:
+    def blocks(self, batch: Batch, anchors: Tensor) -> BlockLabels:
         made = super().blocks(batch, anchors)
         supervised = made.supervised.clone()
         supervised[:, -1] = False
         return replace(made, supervised=supervised)
 
 
-class FromData(Wiring):
+class FromData(TrainingStep):
     """The data's tokens where the teacher's argmax is declared (speculators#818 the other way round)."""
 
-    def labels(self, blocks: Blocks, teacher: Teacher | None) -> Tensor:
+    def labels(self, blocks: BlockLabels, teacher: TeacherStates | None) -> Tensor:
         return blocks.labels
 
 
-class FromTeacher(Wiring):
+class FromTeacher(TrainingStep):
     """The teacher's argmax where the data's tokens are declared."""
 
-    def labels(self, blocks: Blocks, teacher: Teacher | None) -> Tensor:
+    def labels(self, blocks: BlockLabels, teacher: TeacherStates | None) -> Tensor:
         assert teacher is not None
         best = (teacher.states[teacher.index] @ teacher.head.T).argmax(-1)
         return torch.where(blocks.supervised, best, torch.full_like(best, -1))
 
 
-class OtherBlocks(Wiring):
+class OtherBlocks(TrainingStep):
     """Labels of the blocks in reverse order: a gather along a sorted list of anchors."""
 
-    def labels(self, blocks: Blocks, teacher: Teacher | None) -> Tensor:
+    def labels(self, blocks: BlockLabels, teacher: TeacherStates | None) -> Tensor:
         made = super().labels(blocks, teacher)
         return torch.where((made >= 0) & (made.flip(0) >= 0), made.flip(0), made)
 
 
-class Unmapped(Wiring):
+class Unmapped(TrainingStep):
     """Target ids become labels of a reduced vocabulary as they are."""
 
-    def labels(self, blocks: Blocks, teacher: Teacher | None) -> Tensor:
+    def labels(self, blocks: BlockLabels, teacher: TeacherStates | None) -> Tensor:
         return torch.where(
             blocks.supervised, blocks.labels % len(self.head), torch.full_like(blocks.labels, -1)
         )

@@ -7,19 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import Blocks
-from parity.model.dflash.step import Wiring
+from parity.model.dflash.anchors import BlockLabels
+from parity.model.dflash.step import TrainingStep
 from parity.model.training.loss import Dpace as DpaceWeights
 from parity.model.training.loss import ExpDecay as ExpWeights
-from parity.model.training.loss import LossConfig, Objective, Teacher, Weights, objective, slot_weights
+from parity.model.training.loss import (
+    LossConfig,
+    Objective,
+    SlotWeighting,
+    TeacherStates,
+    objective,
+    slot_weights,
+)
 from parity.model.training.loss import Uniform as UniformWeights
 from tests.faults.wiring import planted
 
 
-def configured(**changes: Any) -> type[Wiring]:
+def configured(**changes: Any) -> type[TrainingStep]:
     """The trainer's own objective with another configuration than the recipe's."""
 
-    class Configured(Wiring):
+    class Configured(TrainingStep):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self.loss_config: LossConfig = replace(self.loss_config, **changes)
@@ -27,11 +34,17 @@ def configured(**changes: Any) -> type[Wiring]:
     return Configured
 
 
-class Plain(Wiring):
+class Plain(TrainingStep):
     """The loss as a user might write it: all logits at once, by autograd; each stage below can be replaced."""
 
     def objective(
-        self, hidden: Tensor, labels: Tensor, blocks: Blocks, teacher: Teacher | None, *, samples: int
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        blocks: BlockLabels,
+        teacher: TeacherStates | None,
+        *,
+        samples: int,
     ) -> Objective:
         on = self.trained(blocks, labels)
         logits = self.logits(hidden)
@@ -53,13 +66,13 @@ class Plain(Wiring):
             blocks=on.any(1).sum(),
         )
 
-    def trained(self, blocks: Blocks, labels: Tensor) -> Tensor:
+    def trained(self, blocks: BlockLabels, labels: Tensor) -> Tensor:
         return blocks.supervised & (labels >= 0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return (hidden.to(self.head) @ self.head.T).float()
 
-    def chosen(self, labels: Tensor, blocks: Blocks) -> Tensor:
+    def chosen(self, labels: Tensor, blocks: BlockLabels) -> Tensor:
         return labels
 
     def value(self, logits: Tensor, labels: Tensor, soft: Tensor | None) -> Tensor:
@@ -73,7 +86,7 @@ class Plain(Wiring):
         return weights.sum().detach()
 
 
-def smoothed(amount: float) -> type[Wiring]:
+def smoothed(amount: float) -> type[TrainingStep]:
     """Label smoothing."""
 
     class Smoothed(Plain):
@@ -148,7 +161,7 @@ class EntropyBonus(Plain):
 class DataLabels(Plain):
     """Labels are the data's tokens though the teacher's argmax is declared."""
 
-    def chosen(self, labels: Tensor, blocks: Blocks) -> Tensor:
+    def chosen(self, labels: Tensor, blocks: BlockLabels) -> Tensor:
         return blocks.labels
 
 
@@ -173,12 +186,12 @@ class Continuation(Plain):
 class AnchorToo(Plain):
     """Slot 0, whose token is given, is trained like the others."""
 
-    def trained(self, blocks: Blocks, labels: Tensor) -> Tensor:
+    def trained(self, blocks: BlockLabels, labels: Tensor) -> Tensor:
         on = super().trained(blocks, labels).clone()
         on[:, 0] = True
         return on
 
-    def labels(self, blocks: Blocks, teacher: Teacher | None) -> Tensor:
+    def labels(self, blocks: BlockLabels, teacher: TeacherStates | None) -> Tensor:
         made = super().labels(blocks, teacher)
         assert teacher is not None
         first = (teacher.states[teacher.index[:, 0]] @ teacher.head.T).argmax(-1)
@@ -217,7 +230,7 @@ class Linear(Plain):
         return on * torch.linspace(1.25, 0.5, on.shape[1])
 
 
-class Ordered(Wiring):
+class Ordered(TrainingStep):
     """The objective as it is, but sent a detached copy: nothing trains."""
 
     def objective(self, hidden: Tensor, *args: Any, **options: Any) -> Objective:
@@ -227,7 +240,7 @@ class Ordered(Wiring):
 
 BF16: dict[str, Any] = {"recipe.target.dtype": "bfloat16", "run.precision.autocast": "bfloat16"}
 BLOCK8: dict[str, Any] = {"recipe.block.size": 8}
-EXP5: Weights = ExpWeights(gamma=5.0)
+EXP5: SlotWeighting = ExpWeights(gamma=5.0)
 DPACE = {"recipe.loss.weights": {"kind": "dpace", "alpha": 0.5}} | BLOCK8
 KL = {"recipe.loss.terms": {"kl": 1.0}, "recipe.labels": "teacher_distribution"}
 UNIFORM = {"recipe.loss.weights": {"kind": "uniform"}}

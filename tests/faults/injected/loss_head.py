@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import Blocks
-from parity.model.training.loss import Teacher
+from parity.model.dflash.anchors import BlockLabels
+from parity.model.training.loss import TeacherStates
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.injected.loss import BF16, BLOCK8, KL, Plain
 from tests.faults.wiring import planted
@@ -68,7 +68,7 @@ class OwnHead(Plain):
         self.drafter.register_parameter("own_head", self.own)
         self.head = self.own if self.shows else self.of_target
 
-    def teacher(self, state: Tensor | None, blocks: Blocks) -> Teacher | None:
+    def teacher(self, state: Tensor | None, blocks: BlockLabels) -> TeacherStates | None:
         made = super().teacher(state, blocks)
         return None if made is None else replace(made, head=self.of_target)
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.step import StepOutput, Wiring
+from parity.model.dflash.step import StepOutput, TrainingStep
 from parity.model.training.data import Batch
-from parity.model.training.states import Captured
+from parity.model.training.states import StepStates
 from tests.faults.wiring import planted
 
 
@@ -17,12 +17,12 @@ def _noise(like: Tensor, std: float, seed: int) -> Tensor:
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like) * std
 
 
-class OnAllSlices(Wiring):
+class OnAllSlices(TrainingStep):
     """Noise on the captured tensor before its last slice is split off: design.md section 1, fault 1."""
 
     std = 0.05
 
-    def step(self, batch: Batch, captured: Captured, **options: Any) -> StepOutput:
+    def step(self, batch: Batch, captured: StepStates, **options: Any) -> StepOutput:
         if options["training"]:
             noisy = captured.states + _noise(captured.states, self.std, options["seed"])
             captured = replace(captured, states=noisy)
@@ -38,59 +38,59 @@ class OnAllSlicesFaint(OnAllSlices):
     std = 0.001
 
 
-class Undeclared(Wiring):
+class Undeclared(TrainingStep):
     """Noise that the recipe does not know of."""
 
     def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         return conditioning + _noise(conditioning, 0.001, seed)
 
 
-class Never(Wiring):
+class Never(TrainingStep):
     """The declared noise is not added."""
 
     def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         return conditioning
 
 
-class HalfWidth(Wiring):
+class HalfWidth(TrainingStep):
     """The declared deviation is taken for the half-width of the uniform noise, which is smaller by sqrt(3)."""
 
     def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
-        return conditioning + (super().noised(conditioning, batch, seed) - conditioning) / 3**0.5
+        return conditioning + (super().add_noise(conditioning, batch, seed) - conditioning) / 3**0.5
 
 
-class Gaussian(Wiring):
+class Gaussian(TrainingStep):
     """Another distribution of the same deviation."""
 
     def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         return conditioning + _noise(conditioning, self.recipe.noise.std, seed)
 
 
-class FirstSliceOnly(Wiring):
+class FirstSliceOnly(TrainingStep):
     """One conditioning layer of three gets noise."""
 
     def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         made = conditioning.clone()
         width = self.parts.embed.shape[1]
-        made[:, :width] = super().noised(conditioning, batch, seed)[:, :width]
+        made[:, :width] = super().add_noise(conditioning, batch, seed)[:, :width]
         return made
 
 
-class AlsoInEvaluation(Wiring):
+class AlsoInEvaluation(TrainingStep):
     """Noise is never switched off."""
 
-    def step(self, batch: Batch, captured: Captured, **options: Any) -> StepOutput:
+    def step(self, batch: Batch, captured: StepStates, **options: Any) -> StepOutput:
         return super().step(batch, captured, **options | {"training": True})
 
 
-class Unseeded(Wiring):
+class Unseeded(TrainingStep):
     """Drawn from a generator that nobody seeds again."""
 
     drawn = 0
 
     def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         type(self).drawn += 1
-        return super().noised(conditioning, batch, seed + type(self).drawn)
+        return super().add_noise(conditioning, batch, seed + type(self).drawn)
 
 
 UNIFORM = {"recipe.noise": {"kind": "uniform", "std": 0.05}}

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from parity.model.dflash.mask import Layout
-from parity.model.dflash.step import StepOutput, Wiring
+from parity.model.dflash.mask import BlockLayout
+from parity.model.dflash.step import StepOutput, TrainingStep
 from parity.model.training.data import Batch
-from parity.model.training.states import Captured
+from parity.model.training.states import StepStates
 from tests.faults.injected.noise import FAINT, GAUSS, UNIFORM
 from tests.faults.wiring import planted
 
@@ -19,21 +19,21 @@ def _drawn(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-class Seeded(Wiring):
+class Seeded(TrainingStep):
     """Keeps the step's seed for the stages that are not given it; None in evaluation."""
 
     now: int | None = None
 
-    def step(self, batch: Batch, captured: Captured, **options: Any) -> StepOutput:
+    def step(self, batch: Batch, captured: StepStates, **options: Any) -> StepOutput:
         self.now = options["seed"] + 1000 if options["training"] else None
         return super().step(batch, captured, **options)
 
 
-def fc_output(std: float) -> type[Wiring]:
+def fc_output(std: float) -> type[TrainingStep]:
     """Noise on what fc makes, before it is normed, of `std` times its size."""
 
     class Output(Seeded):
-        def draft(self, fc_input: Tensor, embeddings: Tensor, layout: Layout) -> Tensor:
+        def draft(self, fc_input: Tensor, embeddings: Tensor, layout: BlockLayout) -> Tensor:
             def added(_: Any, __: Any, out: Tensor) -> Tensor:
                 size = out.detach().square().mean().sqrt()
                 return (
@@ -49,7 +49,7 @@ def fc_output(std: float) -> type[Wiring]:
     return Output
 
 
-def embedded(std: float) -> type[Wiring]:
+def embedded(std: float) -> type[TrainingStep]:
     """Noise on the blocks' embeddings."""
 
     class Embedded(Seeded):
@@ -60,11 +60,11 @@ def embedded(std: float) -> type[Wiring]:
     return Embedded
 
 
-def dropped(share: float) -> type[Wiring]:
+def dropped(share: float) -> type[TrainingStep]:
     """A dropout of what enters the head."""
 
     class Dropped(Seeded):
-        def draft(self, fc_input: Tensor, embeddings: Tensor, layout: Layout) -> Tensor:
+        def draft(self, fc_input: Tensor, embeddings: Tensor, layout: BlockLayout) -> Tensor:
             hidden = super().draft(fc_input, embeddings, layout)
             if self.now is None:
                 return hidden
@@ -75,10 +75,10 @@ def dropped(share: float) -> type[Wiring]:
     return Dropped
 
 
-class EvaluatedToo(Wiring):
+class EvaluatedToo(TrainingStep):
     """Noise on the blocks' embeddings, in evaluation as well."""
 
-    def step(self, batch: Batch, captured: Captured, **options: Any) -> StepOutput:
+    def step(self, batch: Batch, captured: StepStates, **options: Any) -> StepOutput:
         self.now = options["seed"]
         return super().step(batch, captured, **options)
 
@@ -87,7 +87,7 @@ class EvaluatedToo(Wiring):
         return clean + _drawn(tuple(clean.shape), self.now).to(clean) * 0.01
 
 
-class Mixed(Wiring):
+class Mixed(TrainingStep):
     """The declared amount of noise, a part of its variance from a draw that other places have too."""
 
     part = 1.0
@@ -159,14 +159,14 @@ class PartForSeeds(Mixed):
         return _drawn(tuple(size), 5)
 
 
-class EveryOtherSeed(Wiring):
+class EveryOtherSeed(TrainingStep):
     """Two steps have one draw: the seed is halved somewhere."""
 
     def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
-        return super().noised(conditioning, batch, seed // 2)
+        return super().add_noise(conditioning, batch, seed // 2)
 
 
-class OneSided(Wiring):
+class OneSided(TrainingStep):
     """rand() without minus one half: as wide as declared around 0, and never below it."""
 
     def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:

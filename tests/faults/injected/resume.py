@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.step import Wiring, new_drafter
-from parity.model.training.data import Batch, Position
+from parity.model.dflash.step import TrainingStep, new_drafter
+from parity.model.training.data import Batch, StreamPosition
 from parity.model.training.trainer import Trainer
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.wiring import Plant, builtin
@@ -53,7 +53,7 @@ class DataRestarts(Trainer):
 
     def _resume(self, out: Path) -> None:
         super()._resume(out)
-        self.feed.position = Position()
+        self.feed.position = StreamPosition()
 
 
 class RowSkipped(Trainer):
@@ -92,7 +92,7 @@ class NeverResumes(Trainer):
         return
 
 
-class CountedAnchors(Wiring):
+class CountedAnchors(TrainingStep):
     """Anchors from a generator that lives as long as the process: a count that no checkpoint holds."""
 
     drawn = 0

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.model.dflash.anchors import Blocks
-from parity.model.dflash.step import Wiring
+from parity.model.dflash.anchors import BlockLabels
+from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
-from parity.model.training.loss import Teacher
-from parity.model.training.states import Captured, SyntheticStates
+from parity.model.training.loss import TeacherStates
+from parity.model.training.states import StepStates, SyntheticStates
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.wiring import Plant, builtin
 
@@ -24,7 +24,7 @@ def captured(change: Callable[[Tensor], Tensor]) -> Callable[[Builtin], None]:
         assert isinstance(source, SyntheticStates)
 
         class Other(SyntheticStates):
-            def __call__(self, batch: Batch) -> Captured:
+            def __call__(self, batch: Batch) -> StepStates:
                 made = super().__call__(batch)
                 return replace(made, states=change(made.states.clone()))
 
@@ -73,19 +73,19 @@ def kept(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda states: states.to(dtype)
 
 
-class Rounded(Wiring):
+class Rounded(TrainingStep):
     """The conditioning states are cast to bfloat16 and back on their way to fc."""
 
-    def split(self, captured: Captured) -> tuple[Tensor, Tensor | None]:
-        conditioning, teacher = super().split(captured)
+    def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+        conditioning, teacher = super().split_slices(captured)
         return conditioning.bfloat16().to(conditioning), teacher
 
 
-class Joined(Wiring):
+class Joined(TrainingStep):
     """fc is fed every captured slice."""
 
-    def split(self, captured: Captured) -> tuple[Tensor, Tensor | None]:
-        _, teacher = super().split(captured)
+    def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+        _, teacher = super().split_slices(captured)
         return captured.states.flatten(1).to(self.dtype), teacher
 
 
@@ -95,10 +95,10 @@ def wider(adapter: Builtin) -> None:
     adapter.trainer.drafter.fc = nn.Linear(old.in_features + adapter.width, old.out_features, bias=False)
 
 
-class Overflow(Wiring):
+class Overflow(TrainingStep):
     """Logits of the teacher in float16 on states a thousand times as large: they overflow."""
 
-    def teacher(self, state: Tensor | None, blocks: Blocks) -> Teacher | None:
+    def teacher(self, state: Tensor | None, blocks: BlockLabels) -> TeacherStates | None:
         made = super().teacher(state, blocks)
         assert made is not None
         return replace(made, states=(made.states * 1e5).half().float())
@@ -114,7 +114,7 @@ def _plant(
     name: str,
     deviation: str,
     then: Callable[[Builtin], None] = lambda adapter: None,
-    wiring: type[Wiring] = Wiring,
+    wiring: type[TrainingStep] = TrainingStep,
     changes: dict[str, Any] | None = None,
 ) -> Plant:
     return Plant(

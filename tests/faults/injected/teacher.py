@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import Blocks
-from parity.model.dflash.step import Wiring
+from parity.model.dflash.anchors import BlockLabels
+from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
-from parity.model.training.loss import Teacher
-from parity.model.training.states import Captured, SyntheticStates
+from parity.model.training.loss import TeacherStates
+from parity.model.training.states import StepStates, SyntheticStates
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.wiring import planted
 
 
-def made(change: Callable[[Wiring, Teacher], Teacher]) -> type[Wiring]:
+def made(change: Callable[[TrainingStep, TeacherStates], TeacherStates]) -> type[TrainingStep]:
     """The teacher, changed after it was made as declared."""
 
-    class Changed(Wiring):
-        def teacher(self, state: Tensor | None, blocks: Blocks) -> Teacher | None:
+    class Changed(TrainingStep):
+        def teacher(self, state: Tensor | None, blocks: BlockLabels) -> TeacherStates | None:
             teacher = super().teacher(state, blocks)
             assert teacher is not None
             return change(self, teacher)
@@ -29,24 +29,24 @@ def made(change: Callable[[Wiring, Teacher], Teacher]) -> type[Wiring]:
     return Changed
 
 
-class NoNorm(Wiring):
+class NoNorm(TrainingStep):
     """The state before the norm goes to the head as it is (TorchSpec#169)."""
 
-    def teacher(self, state: Tensor | None, blocks: Blocks) -> Teacher | None:
+    def teacher(self, state: Tensor | None, blocks: BlockLabels) -> TeacherStates | None:
         assert state is not None
-        return Teacher(states=state.detach(), index=blocks.teacher_index, head=self.head)
+        return TeacherStates(states=state.detach(), index=blocks.teacher_index, head=self.head)
 
 
-def twice(wiring: Wiring, teacher: Teacher) -> Teacher:
+def twice(wiring: TrainingStep, teacher: TeacherStates) -> TeacherStates:
     """The state after the norm is normed again (ModelOpt#1846)."""
     with torch.no_grad():
         return replace(teacher, states=wiring.parts.norm(teacher.states))
 
 
-def shifted_weight(by: float) -> Callable[[Wiring, Teacher], Teacher]:
+def shifted_weight(by: float) -> Callable[[TrainingStep, TeacherStates], TeacherStates]:
     """The norm's weight is read as w + 1, or as w - 1 (speculators#797)."""
 
-    def change(wiring: Wiring, teacher: Teacher) -> Teacher:
+    def change(wiring: TrainingStep, teacher: TeacherStates) -> TeacherStates:
         weight = wiring.parts.norm.weight
         assert isinstance(weight, Tensor)
         return replace(teacher, states=(teacher.states / weight * (weight + by)).detach())
@@ -63,15 +63,15 @@ def weighted(adapter: Builtin) -> None:
         norm.weight.copy_(0.5 + torch.rand(norm.weight.shape, generator=generator))
 
 
-def token_off(wiring: Wiring, teacher: Teacher) -> Teacher:
+def token_off(wiring: TrainingStep, teacher: TeacherStates) -> TeacherStates:
     """The states are rolled by one token."""
     return replace(teacher, states=teacher.states.roll(1, 0))
 
 
-def other_head(amount: float) -> Callable[[Wiring, Teacher], Teacher]:
+def other_head(amount: float) -> Callable[[TrainingStep, TeacherStates], TeacherStates]:
     """The teacher's head is not the target's: random, or fine-tuned by this much."""
 
-    def change(wiring: Wiring, teacher: Teacher) -> Teacher:
+    def change(wiring: TrainingStep, teacher: TeacherStates) -> TeacherStates:
         generator = torch.Generator().manual_seed(2)
         drawn = torch.randn(teacher.head.shape, generator=generator) * teacher.head.std()
         return replace(teacher, head=(1 - amount) * teacher.head + amount * drawn)
@@ -79,21 +79,21 @@ def other_head(amount: float) -> Callable[[Wiring, Teacher], Teacher]:
     return change
 
 
-def swapped_rows(wiring: Wiring, teacher: Teacher) -> Teacher:
+def swapped_rows(wiring: TrainingStep, teacher: TeacherStates) -> TeacherStates:
     """The teacher's rows stand in the reverse order of the draft's vocabulary."""
     return replace(teacher, head=teacher.head.flip(0))
 
 
-def two_rows(wiring: Wiring, teacher: Teacher) -> Teacher:
+def two_rows(wiring: TrainingStep, teacher: TeacherStates) -> TeacherStates:
     """The vocabulary map of the teacher's rows is rolled by one."""
     return replace(teacher, head=teacher.head.roll(1, 0))
 
 
-class Conditioning(Wiring):
+class Conditioning(TrainingStep):
     """The teacher is made from a conditioning slice."""
 
-    def split(self, captured: Captured) -> tuple[Tensor, Tensor | None]:
-        conditioning, _ = super().split(captured)
+    def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+        conditioning, _ = super().split_slices(captured)
         return conditioning, captured.states[:, 2]
 
 
@@ -105,7 +105,7 @@ def lastly(tap: str) -> Callable[[Builtin], None]:
         assert isinstance(source, SyntheticStates)
 
         class Other(SyntheticStates):
-            def __call__(self, batch: Batch) -> Captured:
+            def __call__(self, batch: Batch) -> StepStates:
                 captured = super().__call__(batch)
                 states = captured.states.clone()
                 for _, span in batch.spans():
@@ -157,7 +157,7 @@ PLANTS = (
     _plant(
         "the captured slice after the norm",
         "teacher-norm",
-        Wiring,
+        TrainingStep,
         PRE,
         then=both(weighted, lastly("final.postnorm")),
     ),

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from parity.capturing.prompts import Prompt
-from parity.model.target.backends import parse
-from parity.model.target.input_layouts import Feed, run
-from parity.model.target.load import Target, TargetSpec, describe_taps, load
+from parity.model.target.backends import parse_backend
+from parity.model.target.input_layouts import InputLayout, run_layout
+from parity.model.target.load import Target, TargetSpec, describe_taps, load_target
 from parity.model.target.prompt_ids import entries as entries_of
 from parity.model.tiny.corpus import conversation
-from parity.model.tiny.embedded import embedded
+from parity.model.tiny.embedded import find_embedded_target
 from parity.tracing.trace import (
-    SCHEMA,
+    TRACE_SCHEMA,
     BackendProof,
     Manifest,
     RequestEntry,
@@ -85,17 +85,17 @@ class Bench:
         """The loaded target; a fresh one where its weights will be changed."""
         dtype = dtype or self.dtype
         if fresh or options:
-            return load(TargetSpec(model=str(self.model), dtype=dtype, **options))
+            return load_target(TargetSpec(model=str(self.model), dtype=dtype, **options))
         if (dtype, False) not in self._targets:
-            self._targets[dtype, False] = load(TargetSpec(model=str(self.model), dtype=dtype))
+            self._targets[dtype, False] = load_target(TargetSpec(model=str(self.model), dtype=dtype))
         return self._targets[dtype, False]
 
-    def rows(self, target: Target, feeds: Sequence[Feed]) -> tuple[list[Rows], list[BackendProof]]:
+    def rows(self, target: Target, feeds: Sequence[InputLayout]) -> tuple[list[Rows], list[BackendProof]]:
         """Run batches one after the other: the taps of every row, and the proofs."""
         rows: list[Rows] = []
         proofs: list[BackendProof] = []
         for feed in feeds:
-            fed = run(target, feed, backend=parse("torch"), taps=["*"])
+            fed = run_layout(target, feed, backend=parse_backend("torch"), taps=["*"])
             rows += fed.rows
             proofs.append(fed.proof)
         return rows, proofs
@@ -118,7 +118,7 @@ class Bench:
                 writer.add(entry, taps)
             return writer.finish(
                 Manifest(
-                    schema=SCHEMA,
+                    schema=TRACE_SCHEMA,
                     created="2026-01-01T00:00:00Z",
                     target=target.identity,
                     loader=target.spec.loader,
@@ -136,7 +136,7 @@ class Bench:
     def plain(self, target: Target | None = None, *, requests: Sequence[RequestEntry] | None = None) -> Trace:
         """Each request alone, in one pass."""
         target, requests = target or self.target(), requests or self.requests
-        rows, proofs = self.rows(target, [Feed(rows=(entry.token_ids,)) for entry in requests])
+        rows, proofs = self.rows(target, [InputLayout(rows=(entry.token_ids,)) for entry in requests])
         return self.write(target, requests, rows, proofs)
 
     def apart(self, target: Target | None = None) -> Trace:
@@ -146,7 +146,7 @@ class Bench:
         proofs: list[BackendProof] = []
         for entry in self.packed:
             edges = [0, *self.starts[entry.id], len(entry.token_ids)]
-            feeds = [Feed(rows=(entry.token_ids[i:j],)) for i, j in itertools.pairwise(edges)]
+            feeds = [InputLayout(rows=(entry.token_ids[i:j],)) for i, j in itertools.pairwise(edges)]
             parts, proven = self.rows(target, feeds)
             rows.append({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
             proofs += proven
@@ -177,9 +177,11 @@ def embedded_bench(folder: Path, operator: Callable[..., Any]) -> Bench:
         asdict(Prompt(id=f"r{seed}", messages=tuple(dict(m) for m in conversation(seed, "held_out", length))))
         for seed, length in ((1, 170), (2, 150), (3, 110))
     ]
-    made = sorted(entries_of(str(embedded("hybrid")), None, prompts, None), key=lambda e: -len(e.token_ids))
+    made = sorted(
+        entries_of(str(find_embedded_target("hybrid")), None, prompts, None), key=lambda e: -len(e.token_ids)
+    )
     requests = tuple(replace_id(e, f"r{i}") for i, e in enumerate(made))
-    return _bench(Path(embedded("hybrid")), requests, operator, folder)
+    return _bench(Path(find_embedded_target("hybrid")), requests, operator, folder)
 
 
 def wide_bench(folder: Path, operator: Callable[..., Any]) -> Bench:
@@ -227,4 +229,4 @@ def patched(where: Any, name: str, change: Callable[..., Any]) -> Iterator[None]
         yield
 
 
-__all__ = ["Bench", "Feed", "Rows", "embedded_bench", "entry", "patched", "replace", "wide_bench"]
+__all__ = ["Bench", "InputLayout", "Rows", "embedded_bench", "entry", "patched", "replace", "wide_bench"]

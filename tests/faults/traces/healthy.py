@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.target.input_layouts import Feed
+from parity.model.target.input_layouts import InputLayout
 from parity.tracing.trace import Trace
 from tests.faults.traces.bench import Bench, Rows
 from tests.faults.traces.plants import Pair, captured, conv_pieces, feeds, pieces
@@ -28,7 +28,7 @@ def fed(**options: Any) -> Callable[[Bench, Trace], Pair]:
 
 def together(bench: Bench, healthy: Trace) -> Pair:
     """All requests in one batch, padded on the left, with the mask that belongs to it."""
-    return captured(bench, [Feed(rows=tuple(e.token_ids for e in bench.requests))]), healthy
+    return captured(bench, [InputLayout(rows=tuple(e.token_ids for e in bench.requests))]), healthy
 
 
 def beside_itself(bench: Bench, healthy: Trace) -> Pair:
@@ -38,7 +38,7 @@ def beside_itself(bench: Bench, healthy: Trace) -> Pair:
     for entry in bench.requests:
         ids = entry.token_ids
         batch = (ids, (*ids[1:], *ids[:1]), (*ids[2:], *ids[:2]))
-        made, proven = bench.rows(bench.target(), [Feed(rows=batch)])
+        made, proven = bench.rows(bench.target(), [InputLayout(rows=batch)])
         rows.append(made[0])
         proofs += proven
     return bench.write(bench.target(), bench.requests, rows, proofs), healthy
@@ -47,7 +47,8 @@ def beside_itself(bench: Bench, healthy: Trace) -> Pair:
 def shifted(bench: Bench, healthy: Trace) -> Pair:
     """All positions seven further."""
     given = [
-        Feed(rows=(e.token_ids,), positions=tuple(range(7, 7 + len(e.token_ids)))) for e in bench.requests
+        InputLayout(rows=(e.token_ids,), positions=tuple(range(7, 7 + len(e.token_ids))))
+        for e in bench.requests
     ]
     return captured(bench, given), healthy
 
@@ -60,13 +61,16 @@ def token_by_token(bench: Bench, healthy: Trace) -> Pair:
         )
         for e in bench.requests
     ]
-    given = [Feed(rows=(e.token_ids,), splits=tuple(range(1, 24))) for e in short]
+    given = [InputLayout(rows=(e.token_ids,), splits=tuple(range(1, 24))) for e in short]
     return captured(bench, given, requests=short, mode="decode"), bench.plain(requests=short)
 
 
 def in_blocks(bench: Bench, healthy: Trace) -> Pair:
     """Sixteen tokens at a time with a cache."""
-    given = [Feed(rows=(e.token_ids,), splits=tuple(range(16, len(e.token_ids), 16))) for e in bench.requests]
+    given = [
+        InputLayout(rows=(e.token_ids,), splits=tuple(range(16, len(e.token_ids), 16)))
+        for e in bench.requests
+    ]
     return captured(bench, given, mode="blocks:16"), healthy
 
 
@@ -86,7 +90,7 @@ def eager(dtype: str) -> Callable[[Bench, Trace], Pair]:
     return make
 
 
-def low(given: Callable[[Bench], Sequence[Feed]]) -> Callable[[Bench, Trace], Pair]:
+def low(given: Callable[[Bench], Sequence[InputLayout]]) -> Callable[[Bench, Trace], Pair]:
     """bfloat16 against bfloat16, fed in another way."""
 
     def make(bench: Bench, _: Trace) -> Pair:
@@ -96,9 +100,9 @@ def low(given: Callable[[Bench], Sequence[Feed]]) -> Callable[[Bench, Trace], Pa
     return make
 
 
-def low_batch(bench: Bench) -> list[Feed]:
+def low_batch(bench: Bench) -> list[InputLayout]:
     """All requests in one batch."""
-    return [Feed(rows=tuple(e.token_ids for e in bench.requests))]
+    return [InputLayout(rows=tuple(e.token_ids for e in bench.requests))]
 
 
 def changed(name: str, change: Callable[..., Any]) -> Callable[[Bench, Trace], Pair]:
@@ -152,7 +156,7 @@ def isolated(bench: Bench, _: Trace) -> Pair:
                 "causal_conv1d_fn", lambda body, *a, edges=edges, **o: conv_pieces(body, edges, *a, **o)
             ),
         ):
-            made, proven = bench.rows(bench.target(), [Feed(rows=(entry.token_ids,), segments=edges)])
+            made, proven = bench.rows(bench.target(), [InputLayout(rows=(entry.token_ids,), segments=edges)])
         rows += made
         proofs += proven
     return bench.write(bench.target(), bench.packed, rows, proofs), bench.apart()
@@ -161,7 +165,7 @@ def isolated(bench: Bench, _: Trace) -> Pair:
 def other_order(bench: Bench, healthy: Trace) -> Pair:
     """The same requests one after the other in another order."""
     order = [bench.requests[i] for i in (2, 0, 1)]
-    return captured(bench, [Feed(rows=(e.token_ids,)) for e in order], requests=order), healthy
+    return captured(bench, [InputLayout(rows=(e.token_ids,)) for e in order], requests=order), healthy
 
 
 HEALTHY: tuple[Healthy, ...] = (

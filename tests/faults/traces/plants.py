@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parity.model.target import input_layouts
-from parity.model.target.input_layouts import Feed
+from parity.model.target.input_layouts import InputLayout
 from parity.model.target.load import Target
 from parity.tracing.trace import BackendProof, RequestEntry, Trace
 from tests.faults.traces.bench import Bench, Rows, patched
@@ -31,14 +31,14 @@ def modeling() -> Any:
     return modeling_qwen3_5
 
 
-def feeds(bench: Bench, **options: Any) -> list[Feed]:
+def feeds(bench: Bench, **options: Any) -> list[InputLayout]:
     """Each request alone."""
-    return [Feed(rows=(entry.token_ids,), **options) for entry in bench.requests]
+    return [InputLayout(rows=(entry.token_ids,), **options) for entry in bench.requests]
 
 
 def captured(
     bench: Bench,
-    given: Sequence[Feed] | None = None,
+    given: Sequence[InputLayout] | None = None,
     *,
     target: Target | None = None,
     requests: Sequence[RequestEntry] | None = None,
@@ -97,7 +97,7 @@ def padded(left: Sequence[int], pad_id: int = 0) -> Make:
     def make(bench: Bench, healthy: Trace) -> Pair:
         with unmasked(bench):
             given = [
-                Feed(rows=(entry.token_ids,), left=(count,), pad_id=pad_id)
+                InputLayout(rows=(entry.token_ids,), left=(count,), pad_id=pad_id)
                 for entry, count in zip(bench.requests, left, strict=True)
             ]
             return captured(bench, given), healthy
@@ -109,7 +109,7 @@ def padded_batch(bench: Bench, healthy: Trace) -> Pair:
     """One batch of unequal rows: the longest has no pad and is exact."""
     with unmasked(bench):
         rows = tuple(entry.token_ids for entry in bench.requests)
-        return captured(bench, [Feed(rows=rows)]), healthy
+        return captured(bench, [InputLayout(rows=rows)]), healthy
 
 
 # --- PACK ------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def packed(*, state: bool, window: bool) -> Make:
                             lambda body, *a, edges=edges, **o: conv_pieces(body, edges, *a, **o),
                         )
                     )
-                made, proven = bench.rows(target, [Feed(rows=(entry.token_ids,), segments=edges)])
+                made, proven = bench.rows(target, [InputLayout(rows=(entry.token_ids,), segments=edges)])
             rows += made
             proofs += proven
         return bench.write(target, bench.packed, rows, proofs), bench.apart()
@@ -200,7 +200,7 @@ def forgotten_window(_: Bench) -> Any:
 def cropped(bench: Bench, healthy: Trace) -> Pair:
     """Drafted tokens are taken out of the cache again; transformers 5.24 rolls back the window, not the state."""
     given = [
-        Feed(rows=(entry.token_ids,), splits=(70,), drafted=tuple(entry.token_ids[10:14]))
+        InputLayout(rows=(entry.token_ids,), splits=(70,), drafted=tuple(entry.token_ids[10:14]))
         for entry in bench.requests
     ]
     return captured(bench, given), healthy
@@ -220,7 +220,7 @@ def leaking_cache(bench: Bench, healthy: Trace) -> Pair:
 
     order = [bench.requests[2], bench.requests[0], bench.requests[1]]
     with bench.operator("torch_chunk_gated_delta_rule", change):
-        faulty = captured(bench, [Feed(rows=(e.token_ids,)) for e in order], requests=order)
+        faulty = captured(bench, [InputLayout(rows=(e.token_ids,)) for e in order], requests=order)
     return faulty, healthy
 
 
@@ -362,7 +362,7 @@ def reordered(change: Callable[[Rows], Rows]) -> Make:
     """Rows that the capture lays down in the wrong places: change(the taps of one request)."""
 
     def make(bench: Bench, healthy: Trace) -> Pair:
-        def by_row(body: Any, recorder: Any, feed: Feed) -> Any:
+        def by_row(body: Any, recorder: Any, feed: InputLayout) -> Any:
             return tuple(change(rows) for rows in body(recorder, feed))
 
         with patched(input_layouts._EveryRow, "by_row", by_row):
@@ -725,14 +725,14 @@ def split_sums(bench: Bench) -> Any:
 
 def another_ran(bench: Bench, healthy: Trace) -> Pair:
     """Asked for fla, served by torch."""
-    from parity.model.target.backends import parse
-    from parity.model.target.input_layouts import run
+    from parity.model.target.backends import parse_backend
+    from parity.model.target.input_layouts import run_layout
 
     target = bench.target()
     rows: list[Rows] = []
     proofs: list[BackendProof] = []
     for feed in feeds(bench):
-        fed = run(target, feed, backend=parse("fla"), taps=["*"])
+        fed = run_layout(target, feed, backend=parse_backend("fla"), taps=["*"])
         rows += fed.rows
         proofs.append(fed.proof)
     return bench.write(target, bench.requests, rows, proofs), healthy
@@ -771,11 +771,11 @@ def same_kernel(bench: Bench, healthy: Trace) -> Pair:
     target = bench.target()
     rows: list[Rows] = []
     proofs: list[BackendProof] = []
-    from parity.model.target.input_layouts import run
+    from parity.model.target.input_layouts import run_layout
 
     with patched(backends, "implementation_of", implementation):
         for feed in feeds(bench):
-            fed = run(target, feed, backend=backends.parse("fla"), taps=["*"])
+            fed = run_layout(target, feed, backend=backends.parse_backend("fla"), taps=["*"])
             rows += fed.rows
             proofs.append(fed.proof)
     return bench.write(target, bench.requests, rows, proofs), healthy

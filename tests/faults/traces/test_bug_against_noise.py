@@ -18,9 +18,9 @@ import torch
 
 from parity.comparison.records import TapResult
 from parity.comparison.traces import compare_traces
-from parity.model.target.backends import parse
+from parity.model.target.backends import parse_backend
 from parity.model.target.capture import capture
-from parity.model.target.load import Target, TargetSpec, load
+from parity.model.target.load import Target, TargetSpec, load_target
 from parity.tracing.trace import Trace
 
 LAYERS, FAULTY, TOKENS = 24, 12, 64
@@ -152,17 +152,25 @@ def traced(target: Target, folder: Path, backend: str = "torch", **options: Any)
     ids = [(11 * n + n * n // 7) % 64 for n in range(TOKENS)]
     request = {"id": "r", "token_ids": ids, "origin": "given", "prompt_tokens": TOKENS, "token_texts": []}
     taps = ["states"]
-    capture(target, [request], folder, backend=parse(backend), fingerprint=folder.name, taps=taps, **options)
+    capture(
+        target,
+        [request],
+        folder,
+        backend=parse_backend(backend),
+        fingerprint=folder.name,
+        taps=taps,
+        **options,
+    )
     return Trace.open(folder)
 
 
 @pytest.fixture(scope="module")
 def benches(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bench]:
     folder = tmp_path_factory.mktemp("cases")
-    golden = traced(load(TargetSpec(model=str(model), dtype="float32")), folder / "golden", "golden")
+    golden = traced(load_target(TargetSpec(model=str(model), dtype="float32")), folder / "golden", "golden")
     made = {}
     for dtype in ("float32", "bfloat16"):
-        target = load(TargetSpec(model=str(model), dtype=dtype))
+        target = load_target(TargetSpec(model=str(model), dtype=dtype))
         (folder / dtype).mkdir()
         made[dtype] = Bench(target, folder / dtype, golden, traced(target, folder / dtype / "healthy"))
     return made

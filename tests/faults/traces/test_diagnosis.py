@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from parity.comparison.traces import compare_traces
-from parity.diagnosis.kinds import KINDS, diagnose
+from parity.diagnosis.kinds import FAULT_KINDS, diagnose
 from parity.diagnosis.records import MEANING, Diagnosis
 from parity.diagnosis.report import comparison_report
-from parity.live.report import experiments_for, live
+from parity.live.report import experiments_for, run_live
 from parity.model.target.capture import capture
 from parity.tracing.trace import Trace
 from tests.faults.conftest import BENCHES
@@ -58,7 +58,7 @@ def test_fault_is_found_and_named(
     assert half, f"{states.name}: {states.sentence}"
     for diagnosis in (whole, states):
         assert diagnosis.next_step and diagnosis.sentence and diagnosis.evidence
-        assert [asked.kind for asked in diagnosis.asked] == [kind.name for kind in KINDS]
+        assert [asked.kind for asked in diagnosis.asked] == [kind.name for kind in FAULT_KINDS]
         assert len(diagnosis.kinds) == 1 or diagnosis.live, "a pair says what decides"
         for repair in diagnosis.repairs:
             assert repair.after < 0.01 * repair.before, "a repair that repairs nothing"
@@ -117,17 +117,17 @@ def test_healthy_pair_raises_nothing(
 def test_fla_interpreted_against_torch_raises_nothing(hybrid: Path, tmp_path: Path) -> None:
     """fla's own Triton kernels, in a worker of their own, beyond one chunk."""
     from parity.capturing.client import Worker, capture_with
-    from parity.model.target.backends import missing, parse
-    from parity.model.target.load import TargetSpec, load
+    from parity.model.target.backends import missing, parse_backend
+    from parity.model.target.load import TargetSpec, load_target
 
-    why = missing(parse("fla-interpreted"))
+    why = missing(parse_backend("fla-interpreted"))
     if why:
         pytest.skip(why)
     request = entry("r", [(7 * i + i * i) % 61 for i in range(70)]).model_dump()
     spec = TargetSpec(model=str(hybrid), dtype="float32")
     with Worker("fla-interpreted") as worker:
         capture_with(worker, asdict(spec), [request], tmp_path / "fla")
-    capture(load(spec), [request], tmp_path / "torch", backend=parse("torch"), fingerprint="t")
+    capture(load_target(spec), [request], tmp_path / "torch", backend=parse_backend("torch"), fingerprint="t")
     a, b = Trace.open(tmp_path / "fla"), Trace.open(tmp_path / "torch")
     comparison = compare_traces(a, b)
     assert comparison.outcome == "pass" and diagnose(comparison, a, b) is None
@@ -162,16 +162,16 @@ def test_live_test_decides_between_two_kinds(
     only = experiments_for(diagnosis.kinds)
     with contextlib.ExitStack() as planted:
         planted.enter_context(stack(bench))
-        report = live(bench.target(), ids=bench.requests[0].token_ids, diagnosis=diagnosis, only=only)
+        report = run_live(bench.target(), ids=bench.requests[0].token_ids, diagnosis=diagnosis, only=only)
     decision = report.findings[0]
     assert (decision.name, decision.outcome, decision.fault) == ("live.decision", "fail", kind.lower())
-    healthy = live(bench.target(), ids=bench.requests[0].token_ids, diagnosis=diagnosis, only=only)
+    healthy = run_live(bench.target(), ids=bench.requests[0].token_ids, diagnosis=diagnosis, only=only)
     assert healthy.findings[0].fault != kind.lower(), "a healthy model decides nothing"
 
 
 def test_every_kind_is_planted() -> None:
-    assert {fault.kinds[0] for fault in FAULTS} == set(MEANING) == {kind.name for kind in KINDS}
-    assert [kind.name for kind in KINDS] == list(MEANING), "asked in the order of the table"
+    assert {fault.kinds[0] for fault in FAULTS} == set(MEANING) == {kind.name for kind in FAULT_KINDS}
+    assert [kind.name for kind in FAULT_KINDS] == list(MEANING), "asked in the order of the table"
     assert len(FAULTS) >= 40 and len({fault.name for fault in FAULTS}) == len(FAULTS)
 
 

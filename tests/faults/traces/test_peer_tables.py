@@ -21,10 +21,10 @@ from torch import Tensor
 from parity.comparison.traces import Comparison, compare_traces
 from parity.diagnosis.kinds import diagnose
 from parity.diagnosis.report import comparison_report
-from parity.model.target.backends import parse
+from parity.model.target.backends import parse_backend
 from parity.model.target.capture import capture
 from parity.tracing.trace import (
-    SCHEMA,
+    TRACE_SCHEMA,
     BackendProof,
     Manifest,
     RequestEntry,
@@ -71,7 +71,7 @@ def written(path: Path, taps: Mapping[str, Tensor], weights: Mapping[str, str]) 
         writer.add(request, taps)
         return writer.finish(
             Manifest(
-                schema=SCHEMA,
+                schema=TRACE_SCHEMA,
                 created="2026-01-01T00:00:00Z",
                 target=identity,
                 loader="t",
@@ -311,7 +311,7 @@ def test_semantic_gate_separates_bugs_from_noise(
             loaded,
             [request.model_dump()],
             tmp_path / f"golden-{dtype}",
-            backend=parse("golden"),
+            backend=parse_backend("golden"),
             fingerprint=dtype,
         )
         golden = Trace.open(tmp_path / f"golden-{dtype}")

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from parity.capturing.prompts import Prompt
-from parity.commands.check import UNREAD, _Gathering, check
+from parity.commands.check import UNREAD, _CapturePlan, check
 from parity.comparison.traces import Comparison, compare_traces
 from parity.diagnosis.kinds import diagnose, diagnose_or_why
 from parity.diagnosis.records import Diagnosis
 from parity.diagnosis.report import comparison_report
-from parity.model.target.backends import parse
+from parity.model.target.backends import parse_backend
 from parity.model.target.capture import capture
-from parity.model.target.load import Target, TargetSpec, load
+from parity.model.target.load import Target, TargetSpec, load_target
 from parity.model.target.prompt_ids import entries
 from parity.model.tiny.corpus import conversation
-from parity.model.tiny.embedded import embedded
+from parity.model.tiny.embedded import find_embedded_target
 from parity.probes.base import Evidence
 from parity.tracing.trace import Trace
 
@@ -34,7 +34,7 @@ def request_() -> dict[str, Any]:
     """A held-out conversation of the embedded corpus: more than two chunks of the delta rule."""
     messages = tuple(dict(message) for message in conversation(1, "held_out", 170))
     prompt = asdict(Prompt(id="r", messages=messages))
-    made = entries(str(embedded("hybrid")), None, [prompt], None)[0]
+    made = entries(str(find_embedded_target("hybrid")), None, [prompt], None)[0]
     assert len(made.token_ids) > 128
     return made.model_dump()
 
@@ -76,9 +76,9 @@ def nothing(_: Target, operator: Any) -> Any:
 
 
 def traced(folder: Path, request: dict[str, Any], fault: Fault, operator: Any) -> Trace:
-    target = load(TargetSpec(model=str(embedded("hybrid")), dtype="float32"))
+    target = load_target(TargetSpec(model=str(find_embedded_target("hybrid")), dtype="float32"))
     with fault(target, operator):
-        capture(target, [request], folder, backend=parse("torch"), fingerprint=folder.name)
+        capture(target, [request], folder, backend=parse_backend("torch"), fingerprint=folder.name)
     return Trace.open(folder)
 
 
@@ -92,8 +92,8 @@ def healthy(
 @pytest.fixture(scope="module")
 def golden(request_: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Trace:
     folder = tmp_path_factory.mktemp("golden") / "t"
-    target = load(TargetSpec(model=str(embedded("hybrid")), dtype="float32"))
-    capture(target, [request_], folder, backend=parse("golden"), fingerprint="g")
+    target = load_target(TargetSpec(model=str(find_embedded_target("hybrid")), dtype="float32"))
+    capture(target, [request_], folder, backend=parse_backend("golden"), fingerprint="g")
     return Trace.open(folder)
 
 
@@ -182,7 +182,7 @@ def test_check_names_the_fault_by_its_kind(
         absent={},
         target=UNREAD | {"layer_types": healthy.manifest.target.layer_types},
     )
-    monkeypatch.setattr(_Gathering, "evidence", lambda _: evidence)
+    monkeypatch.setattr(_CapturePlan, "evidence", lambda _: evidence)
     asked: list[str] = []
 
     def counted(comparison: Comparison, a: Trace, b: Trace) -> Diagnosis | None:

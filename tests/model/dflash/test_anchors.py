@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.dflash.anchors import IGNORE, AnchorConfig, Coverage, blocks_at, draw_anchors, random_words
+from parity.model.dflash.anchors import (
+    IGNORE,
+    AnchorConfig,
+    AnchorCoverage,
+    blocks_at,
+    draw_anchors,
+    random_words,
+)
 
 BLOCK = 4
 PINNED_WORDS = [1698847724010054570, 15883277800842851901, 5181459167236842228]
@@ -149,7 +156,7 @@ def test_a_document_number_that_returns_is_not_the_same_stretch() -> None:
 
 
 def test_coverage_per_sample_and_in_all() -> None:
-    coverage = Coverage()
+    coverage = AnchorCoverage()
     mask, document = pack([6, 4], padding=2, prompt=1)
     assert coverage.share() == 0.0
     coverage.update(mask, document, [40, 41], torch.tensor([1, 2]))
@@ -161,7 +168,7 @@ def test_coverage_per_sample_and_in_all() -> None:
 
 
 def test_coverage_reaches_all_candidates() -> None:
-    row, coverage = pack([40]), Coverage()
+    row, coverage = pack([40]), AnchorCoverage()
     for epoch in range(60):
         coverage.update(*row, [9], draw(row, [9], epoch=epoch, budget=8))
     assert coverage.shares() == {9: 39 / 40}

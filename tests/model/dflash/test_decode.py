@@ -17,11 +17,11 @@ from parity.model.dflash.config import DrafterConfig, DraftVocab, layer_rules
 from parity.model.dflash.decode import (
     Cycle,
     DecodeConfig,
-    Decoded,
-    Ends,
-    Recorded,
+    DecodeResult,
+    EmbeddingAndHead,
+    RecordedText,
     Rollback,
-    Session,
+    TargetSession,
     accept_sampled,
     decode,
     generate,
@@ -32,14 +32,14 @@ from parity.model.dflash.decode import (
 )
 from parity.model.dflash.drafter import Drafter, block_ids
 from parity.model.dflash.mask import training_layout
-from parity.model.target.load import Target, TargetSpec, load
-from parity.model.tiny.embedded import embedded
+from parity.model.target.load import Target, TargetSpec, load_target
+from parity.model.tiny.embedded import find_embedded_target
 from parity.model.training.loss import LossConfig, Uniform, objective
 
 
 @cache
 def _load(folder: Path) -> Target:
-    return load(TargetSpec(model=str(folder), dtype="float32"))
+    return load_target(TargetSpec(model=str(folder), dtype="float32"))
 
 
 def _drafter(
@@ -65,7 +65,9 @@ def _drafter(
     return drafter
 
 
-def _fit(drafter: Drafter, ends: Ends, records: list[Recorded], steps: int, rate: float = 5e-3) -> None:
+def _fit(
+    drafter: Drafter, ends: EmbeddingAndHead, records: list[RecordedText], steps: int, rate: float = 5e-3
+) -> None:
     """Teach a drafter the recorded texts by heart, so that accepted lengths differ."""
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=rate)
     loss, size = LossConfig(terms={"ce": 1.0}, weights=Uniform()), drafter.config.block_size
@@ -112,7 +114,7 @@ def test_output_is_the_targets_own_greedy_output(family: str, models: dict[str, 
     for prompt in _prompts(64, 2, 11):
         result = generate(target, drafter, prompt, config)
         assert list(result.tokens) == _own_greedy(target, prompt, 24)
-        assert sum(result.accepted) == 23  # the first token is no draft's
+        assert sum(result.acceptance_lengths) == 23  # the first token is no draft's
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "llama", "gemma2"])
@@ -122,14 +124,14 @@ def test_output_stays_lossless_when_drafts_are_accepted_in_part(family: str, mod
     prompts = _prompts(64, 4)
     records = [greedy(target, prompt, config) for prompt in prompts]
     drafter = _drafter(target, config.layers)
-    _fit(drafter, Ends.of(target), records, 30)
+    _fit(drafter, EmbeddingAndHead.of(target), records, 30)
     results = decode(target, drafter, prompts, config)
     assert [list(result.tokens) for result in results] == [
         _own_greedy(target, prompt, 40) for prompt in prompts
     ]
-    lengths = [length for result in results for length in result.accepted]
+    lengths = [length for result in results for length in result.acceptance_lengths]
     assert 1 in lengths and max(lengths) > 2  # both a rejection and a long acceptance took place
-    offline = offline_tau(drafter, Ends.of(target), records, max_new_tokens=40)
+    offline = offline_tau(drafter, EmbeddingAndHead.of(target), records, max_new_tokens=40)
     assert offline == results
 
 
@@ -158,7 +160,7 @@ def test_after_keep_the_state_is_as_if_nothing_else_had_been_fed(
 ) -> None:
     target = _load(models[family])
     ids = torch.tensor(_prompts(64, 1, 24)[0])
-    rolled, plain = Session(target, (0, 1)), Session(target, (0, 1))
+    rolled, plain = TargetSession(target, (0, 1)), TargetSession(target, (0, 1))
     for session in (rolled, plain):
         session.feed(ids[:14])
         session.keep(14)
@@ -176,17 +178,17 @@ def test_conditioning_states_are_the_decoder_layers_outputs(models: dict[str, Pa
     ids = torch.tensor(_prompts(64, 1, 12)[0])
     with torch.no_grad():
         hidden = target.model(ids[None], output_hidden_states=True).hidden_states
-    session = Session(target, (2, 0))
+    session = TargetSession(target, (2, 0))
     states = session.feed(ids)[1]
     torch.testing.assert_close(states, torch.cat((hidden[3][0], hidden[1][0]), dim=-1))
 
 
 def test_embedded_target_is_lossless_and_offline_equals_the_loop() -> None:
-    target = _load(embedded("hybrid"))
+    target = _load(find_embedded_target("hybrid"))
     config = DecodeConfig(layers=(1, 4, 7), max_new_tokens=32, stop_ids=(2,))
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(embedded("hybrid"))
+    tokenizer = AutoTokenizer.from_pretrained(find_embedded_target("hybrid"))
     texts = ("3+4*2=?", "sort: d a c", "reverse abc", "12-5=?")
     prompts: list[list[int]] = []
     for text in texts:
@@ -194,7 +196,7 @@ def test_embedded_target_is_lossless_and_offline_equals_the_loop() -> None:
         ids: Any = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
         prompts.append(ids)
     records = [greedy(target, prompt, config) for prompt in prompts]
-    drafter, ends = _drafter(target, config.layers), Ends.of(target)
+    drafter, ends = _drafter(target, config.layers), EmbeddingAndHead.of(target)
     _fit(drafter, ends, records, 24)
     results = decode(target, drafter, prompts, config)
     assert [result.tokens for result in results] == [
@@ -211,7 +213,7 @@ def test_reduced_draft_vocabulary(models: dict[str, Path]) -> None:
     records = [greedy(target, prompt, config) for prompt in prompts]
     for record in records:
         kept[record.tokens[record.prompt :].unique()[::2]] = True
-    drafter, ends = _drafter(target, config.layers, DraftVocab.from_kept(kept)), Ends.of(target)
+    drafter, ends = _drafter(target, config.layers, DraftVocab.from_kept(kept)), EmbeddingAndHead.of(target)
     _fit(drafter, ends, records, 40)
     results = decode(target, drafter, prompts, config)
     assert [list(result.tokens) for result in results] == [
@@ -231,12 +233,12 @@ def test_stop_ids_end_a_text_inside_a_block(models: dict[str, Path]) -> None:
     stop = own[12]
     config = replace(free, stop_ids=(stop,))
     drafter, record = _drafter(target, (0, 1)), greedy(target, prompt, free)
-    _fit(drafter, Ends.of(target), [record], 40)
+    _fit(drafter, EmbeddingAndHead.of(target), [record], 40)
     result = generate(target, drafter, prompt, config)
     assert list(result.tokens) == own[: own.index(stop) + 1]
-    assert sum(result.accepted) == len(result.tokens) - 1
+    assert sum(result.acceptance_lengths) == len(result.tokens) - 1
     stopped = greedy(target, prompt, config)
-    assert offline_tau(drafter, Ends.of(target), [stopped], max_new_tokens=30) == [result]
+    assert offline_tau(drafter, EmbeddingAndHead.of(target), [stopped], max_new_tokens=30) == [result]
 
 
 def test_statistics_by_hand() -> None:
@@ -245,11 +247,11 @@ def test_statistics_by_hand() -> None:
         Cycle(drafted=4, matched=0, accepted=1),
         Cycle(drafted=2, matched=1, accepted=2),
     )
-    result = Decoded(prompt=(1,), tokens=tuple(range(9)), cycles=cycles)
-    assert result.accepted == (5, 1, 2)
+    result = DecodeResult(prompt=(1,), tokens=tuple(range(9)), cycles=cycles)
+    assert result.acceptance_lengths == (5, 1, 2)
     assert result.tau == 8 / 3
     assert slot_acceptance([result]) == (2 / 3, 1 / 3, 1 / 2, 1 / 2)
-    assert isnan(Decoded(prompt=(1,), tokens=(2,), cycles=()).tau)
+    assert isnan(DecodeResult(prompt=(1,), tokens=(2,), cycles=()).tau)
 
 
 def test_accepting_samples_follows_the_target_and_the_two_known_mistakes_do_not() -> None:
@@ -297,7 +299,7 @@ def _sixteen(folder: Path) -> Target:
 
 
 def _uniform_places(
-    target: Target, result: Decoded, temperature: float, generator: torch.Generator
+    target: Target, result: DecodeResult, temperature: float, generator: torch.Generator
 ) -> Tensor:
     """Where each generated token falls in its exact conditional distribution: independent and uniform on 0..1
     if, and only if, tokens follow the target (the randomised probability integral transform, probable tokens
@@ -345,7 +347,7 @@ def test_what_does_not_fit_is_refused(models: dict[str, Path]) -> None:
     with pytest.raises(ParityError, match="temperature -1"):
         DecodeConfig(layers=(0,), temperature=-1)
     with pytest.raises(ParityError, match=r"no layer\.1\.out"):
-        Recorded.from_taps(torch.arange(3), 1, {"layer.0.out": torch.ones(3, 4)}, (0, 1))
+        RecordedText.from_taps(torch.arange(3), 1, {"layer.0.out": torch.ones(3, 4)}, (0, 1))
     headless = replace(target, head=None)
     with pytest.raises(ParityError, match="no head"):
-        Ends.of(headless)
+        EmbeddingAndHead.of(headless)

@@ -14,13 +14,13 @@ from torch import Tensor
 from parity.errors import ParityError
 from parity.model.dflash.config import DrafterConfig, DraftVocab, RopeConfig, layer_rules
 from parity.model.dflash.drafter import AttentionKind, Drafter, block_ids, rotate
-from parity.model.dflash.mask import Layout, Rule, training_layout
+from parity.model.dflash.mask import BlockLayout, VisibilityRule, training_layout
 
 WIDTH, BLOCK, CONDITIONING, VOCAB, MASK_ID = 32, 4, 3, 50, 49
 DOCUMENT = torch.tensor([0] * 14 + [1] * 10 + [2] * 3 + [-1] * 5)
 POSITION = torch.cat([torch.arange(14), torch.arange(10), torch.arange(3), torch.zeros(5, dtype=torch.long)])
 ANCHORS = torch.tensor([2, 5, 6, 13, 16, 20, 25])
-MIXES: dict[str, tuple[Rule, ...]] = {
+MIXES: dict[str, tuple[VisibilityRule, ...]] = {
     "full": layer_rules(["full_attention"] * 2, None),
     "full, causal": layer_rules(["full_attention"] * 2, None, is_causal=True),
     "sliding": layer_rules(["sliding_attention"] * 2, 3),
@@ -30,7 +30,7 @@ MIXES: dict[str, tuple[Rule, ...]] = {
 
 
 def make_drafter(
-    layers: tuple[Rule, ...] = MIXES["full"], dtype: torch.dtype = torch.float32, **more: Any
+    layers: tuple[VisibilityRule, ...] = MIXES["full"], dtype: torch.dtype = torch.float32, **more: Any
 ) -> Drafter:
     config = DrafterConfig(
         hidden_size=WIDTH,
@@ -62,7 +62,7 @@ def make_batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return states.to(dtype).requires_grad_(), embedded.to(dtype).requires_grad_()
 
 
-def make_layout(anchors: Tensor = ANCHORS) -> Layout:
+def make_layout(anchors: Tensor = ANCHORS) -> BlockLayout:
     return training_layout(POSITION, DOCUMENT, anchors, BLOCK)
 
 
@@ -105,7 +105,7 @@ def test_gradient_is_zero_wherever_a_block_must_not_look(mix: str, kind: Attenti
 @pytest.mark.parametrize(("window", "causal"), [(3, True), (6, False), (5, True)])
 def test_window_is_counted_from_each_query(window: int, causal: bool) -> None:
     """One sliding layer: slot k at position p + k sees context positions above p + k - W, and no other."""
-    drafter, (states, embedded) = make_drafter((Rule(window=window, causal=causal),)), make_batch()
+    drafter, (states, embedded) = make_drafter((VisibilityRule(window=window, causal=causal),)), make_batch()
     hidden = drafter(states, embedded, make_layout())
     anchor, a = 13, ANCHORS.tolist().index(13)
     for slot in range(BLOCK):
@@ -116,7 +116,7 @@ def test_window_is_counted_from_each_query(window: int, causal: bool) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_causal_flag_decides_within_the_block(causal: bool) -> None:
-    drafter, (states, embedded) = make_drafter((Rule(causal=causal),)), make_batch()
+    drafter, (states, embedded) = make_drafter((VisibilityRule(causal=causal),)), make_batch()
     hidden = drafter(states, embedded, make_layout())
     for slot in range(BLOCK):
         (gradient,) = torch.autograd.grad(hidden[3, slot].square().sum(), embedded, retain_graph=True)
@@ -215,7 +215,7 @@ def test_one_layer_by_hand_is_transformers_qwen3() -> None:
     from transformers import Qwen3Config
     from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
-    drafter, (_, embedded) = make_drafter((Rule(),), rope=RopeConfig(rope_theta=1e6)), make_batch()
+    drafter, (_, embedded) = make_drafter((VisibilityRule(),), rope=RopeConfig(rope_theta=1e6)), make_batch()
     config = Qwen3Config(
         hidden_size=WIDTH,
         intermediate_size=48,
@@ -329,9 +329,12 @@ def test_rope_that_two_readers_would_read_differently_is_refused(
 
 def test_layer_rules_follow_z_lab() -> None:
     kinds = ["sliding_attention", "full_attention"]
-    assert layer_rules(kinds, 8) == (Rule(window=8, causal=True), Rule())
-    assert layer_rules(kinds, 8, is_causal=False) == (Rule(window=8), Rule())
-    assert layer_rules(kinds, 8, is_causal=True) == (Rule(window=8, causal=True), Rule(causal=True))
+    assert layer_rules(kinds, 8) == (VisibilityRule(window=8, causal=True), VisibilityRule())
+    assert layer_rules(kinds, 8, is_causal=False) == (VisibilityRule(window=8), VisibilityRule())
+    assert layer_rules(kinds, 8, is_causal=True) == (
+        VisibilityRule(window=8, causal=True),
+        VisibilityRule(causal=True),
+    )
     with pytest.raises(ParityError, match="give sliding_window in tokens"):
         layer_rules(kinds, None)
     with pytest.raises(ParityError, match="use full_attention or sliding_attention"):

@@ -11,10 +11,16 @@ import torch
 from parity.errors import ParityError
 from parity.model.dflash.config import DrafterConfig, DraftVocab, RopeConfig, layer_rules
 from parity.model.dflash.drafter import Drafter
-from parity.model.dflash.export import Answers, Wiring, load_checkpoint, save_speculators, save_zlab
-from parity.model.target.load import TargetSpec, load
+from parity.model.dflash.export import (
+    AmbiguityAnswers,
+    TargetLayers,
+    load_checkpoint,
+    save_speculators,
+    save_zlab,
+)
+from parity.model.target.load import TargetSpec, load_target
 
-WIRING = Wiring(
+WIRING = TargetLayers(
     layers=(1, 4, 6),
     num_target_layers=9,
     vocab_size=50,
@@ -137,50 +143,74 @@ def test_layout_to_layout(tmp_path: Path) -> None:
 
 
 def test_wiring_of_a_loaded_target(models: dict[str, Path]) -> None:
-    wiring = Wiring.of(load(TargetSpec(model=str(models["qwen3_5"]))), (0, 2))
+    wiring = TargetLayers.of(load_target(TargetSpec(model=str(models["qwen3_5"]))), (0, 2))
     assert (wiring.layers, wiring.num_target_layers, wiring.vocab_size) == ((0, 2), 4, 64)
     assert wiring.architectures == ("Qwen3_5ForCausalLM",)
 
 
-ZLAB_QUESTIONS: list[tuple[dict[str, Any], dict[str, Any], str, Answers | None]] = [
-    ({"block_size": 8}, {}, r"block_size: 4, block_size: 8; .*\n.*answer block_size", Answers(block_size=4)),
+ZLAB_QUESTIONS: list[tuple[dict[str, Any], dict[str, Any], str, AmbiguityAnswers | None]] = [
+    (
+        {"block_size": 8},
+        {},
+        r"block_size: 4, block_size: 8; .*\n.*answer block_size",
+        AmbiguityAnswers(block_size=4),
+    ),
     (
         {"block_size": ...},
         {"block_size": ...},
         "none of dflash_config.block_size, block_size",
-        Answers(block_size=4),
+        AmbiguityAnswers(block_size=4),
     ),
-    ({}, {"mask_token_id": ...}, "meaning of mask_token_id", Answers(mask_token_id=49)),
-    ({}, {"mask_token_id": 50}, "mask_token_id: 50, vocab_size: 50", Answers(mask_token_id=49)),
-    ({}, {"target_layer_ids": ...}, "meaning of layers", Answers(layers=(1, 4, 6))),
-    ({"aux_hidden_state_layer_ids": [1, 4, 6]}, {}, r"layer_ids - 1: \[0, 3, 5\]", Answers(layers=(1, 4, 6))),
-    ({}, {"target_layer_ids": [1, 4, 8]}, r"layers \[1, 4, 8\] of 9", Answers(layers=(1, 4, 6))),
-    ({"num_target_layers": ...}, {}, "meaning of num_target_layers", Answers(num_target_layers=9)),
+    ({}, {"mask_token_id": ...}, "meaning of mask_token_id", AmbiguityAnswers(mask_token_id=49)),
+    ({}, {"mask_token_id": 50}, "mask_token_id: 50, vocab_size: 50", AmbiguityAnswers(mask_token_id=49)),
+    ({}, {"target_layer_ids": ...}, "meaning of layers", AmbiguityAnswers(layers=(1, 4, 6))),
+    (
+        {"aux_hidden_state_layer_ids": [1, 4, 6]},
+        {},
+        r"layer_ids - 1: \[0, 3, 5\]",
+        AmbiguityAnswers(layers=(1, 4, 6)),
+    ),
+    ({}, {"target_layer_ids": [1, 4, 8]}, r"layers \[1, 4, 8\] of 9", AmbiguityAnswers(layers=(1, 4, 6))),
+    ({"num_target_layers": ...}, {}, "meaning of num_target_layers", AmbiguityAnswers(num_target_layers=9)),
     ({"rope_theta": 1e4}, {}, "500000.0 in rope_parameters, 10000.0 flat", None),
     (
         {"rope_theta": ..., "rope_parameters": ...},
         {},
         "neither rope_parameters.rope_theta",
-        Answers(rope_theta=5e5),
+        AmbiguityAnswers(rope_theta=5e5),
     ),
-    ({"use_sliding_window": False}, {}, "use_sliding_window not true", Answers(use_sliding_window=True)),
+    (
+        {"use_sliding_window": False},
+        {},
+        "use_sliding_window not true",
+        AmbiguityAnswers(use_sliding_window=True),
+    ),
     (
         {"layer_types": ...},
         {},
         "no layer_types",
-        Answers(layer_types=("sliding_attention", "full_attention")),
+        AmbiguityAnswers(layer_types=("sliding_attention", "full_attention")),
     ),
     ({"layer_types": ["full_attention"]}, {}, "1 layer_types, num_hidden_layers 2", None),
     ({"sliding_window_non_causal": True}, {}, "is_causal: None, sliding_window_non_causal: True", None),
-    ({}, {"output_multiplier": 0.5}, "output_multiplier: 0.5", Answers(ignore=("output_multiplier",))),
-    ({}, {"selector_rank": 4}, "keys selector_rank", Answers(ignore=("selector_rank",))),
-    ({"model_type": "llama"}, {}, "model_type: 'llama'", Answers(ignore=("model_type",))),
+    (
+        {},
+        {"output_multiplier": 0.5},
+        "output_multiplier: 0.5",
+        AmbiguityAnswers(ignore=("output_multiplier",)),
+    ),
+    ({}, {"selector_rank": 4}, "keys selector_rank", AmbiguityAnswers(ignore=("selector_rank",))),
+    ({"model_type": "llama"}, {}, "model_type: 'llama'", AmbiguityAnswers(ignore=("model_type",))),
 ]
 
 
 @pytest.mark.parametrize(("changes", "inner", "question", "answers"), ZLAB_QUESTIONS)
 def test_an_ambiguous_zlab_checkpoint_asks(
-    changes: dict[str, Any], inner: dict[str, Any], question: str, answers: Answers | None, tmp_path: Path
+    changes: dict[str, Any],
+    inner: dict[str, Any],
+    question: str,
+    answers: AmbiguityAnswers | None,
+    tmp_path: Path,
 ) -> None:
     folder = _zlab(tmp_path / "out", changes, inner)
     with pytest.raises(ParityError, match=question):
@@ -190,13 +220,28 @@ def test_an_ambiguous_zlab_checkpoint_asks(
         assert read.drafter.config == CONFIG and read.wiring.layers == WIRING.layers
 
 
-SPECULATORS_QUESTIONS: list[tuple[dict[str, Any], dict[str, Any], str, Answers | None]] = [
-    ({"aux_hidden_state_layer_ids": [0, 5, 7]}, {}, "0 is the embedding's output", Answers(layers=(1, 4, 6))),
-    ({"aux_hidden_state_layer_ids": [2, 5, 9]}, {}, "9 is the last layer", Answers(layers=(1, 4, 6))),
-    ({"aux_hidden_state_layer_ids": None}, {}, "meaning of layers", Answers(layers=(1, 4, 6))),
-    ({"num_target_layers": ...}, {}, "the verifier's num_hidden_layers", Answers(num_target_layers=9)),
-    ({"block_size": 5}, {}, r"block_size: 5, speculative_tokens \+ 1: 4", Answers(block_size=4)),
-    ({"mask_token_id": None}, {}, "meaning of mask_token_id", Answers(mask_token_id=49)),
+SPECULATORS_QUESTIONS: list[tuple[dict[str, Any], dict[str, Any], str, AmbiguityAnswers | None]] = [
+    (
+        {"aux_hidden_state_layer_ids": [0, 5, 7]},
+        {},
+        "0 is the embedding's output",
+        AmbiguityAnswers(layers=(1, 4, 6)),
+    ),
+    (
+        {"aux_hidden_state_layer_ids": [2, 5, 9]},
+        {},
+        "9 is the last layer",
+        AmbiguityAnswers(layers=(1, 4, 6)),
+    ),
+    ({"aux_hidden_state_layer_ids": None}, {}, "meaning of layers", AmbiguityAnswers(layers=(1, 4, 6))),
+    (
+        {"num_target_layers": ...},
+        {},
+        "the verifier's num_hidden_layers",
+        AmbiguityAnswers(num_target_layers=9),
+    ),
+    ({"block_size": 5}, {}, r"block_size: 5, speculative_tokens \+ 1: 4", AmbiguityAnswers(block_size=4)),
+    ({"mask_token_id": None}, {}, "meaning of mask_token_id", AmbiguityAnswers(mask_token_id=49)),
     ({"sample_from_anchor": True}, {}, "sample_from_anchor: True", None),
     ({"target_hidden_size": 64}, {}, "target_hidden_size: 64, hidden_size: 32", None),
     ({"speculators_model_type": "eagle3"}, {}, "speculators_model_type 'eagle3'", None),
@@ -208,7 +253,11 @@ SPECULATORS_QUESTIONS: list[tuple[dict[str, Any], dict[str, Any], str, Answers |
 
 @pytest.mark.parametrize(("changes", "inner", "question", "answers"), SPECULATORS_QUESTIONS)
 def test_an_ambiguous_speculators_checkpoint_asks(
-    changes: dict[str, Any], inner: dict[str, Any], question: str, answers: Answers | None, tmp_path: Path
+    changes: dict[str, Any],
+    inner: dict[str, Any],
+    question: str,
+    answers: AmbiguityAnswers | None,
+    tmp_path: Path,
 ) -> None:
     folder = _speculators(tmp_path / "out", changes, inner)
     with pytest.raises(ParityError, match=question):
@@ -235,13 +284,16 @@ def test_partial_rotary_is_a_question_both_ways(tmp_path: Path) -> None:
         folder = save(tmp_path / save.__name__, _drafter(config), WIRING, partial_rotary=True)
         with pytest.raises(ParityError, match="partial_rotary_factor: 0.5, which vLLM applies"):
             load_checkpoint(folder)
-        assert load_checkpoint(folder, Answers(partial_rotary=True)).drafter.config == config
-        assert load_checkpoint(folder, Answers(partial_rotary=False)).drafter.config.rope == RopeConfig()
+        assert load_checkpoint(folder, AmbiguityAnswers(partial_rotary=True)).drafter.config == config
+        assert (
+            load_checkpoint(folder, AmbiguityAnswers(partial_rotary=False)).drafter.config.rope
+            == RopeConfig()
+        )
 
 
 def test_a_dropped_window_can_be_answered(tmp_path: Path) -> None:
     folder = _zlab(tmp_path / "out", {"use_sliding_window": ...})
-    read = load_checkpoint(folder, Answers(use_sliding_window=False))
+    read = load_checkpoint(folder, AmbiguityAnswers(use_sliding_window=False))
     assert [(rule.window, rule.causal) for rule in read.drafter.config.layers] == [
         (None, True),
         (None, False),

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from parity.model.dflash import mask as masks
-from parity.model.dflash.mask import Layout, Rule
+from parity.model.dflash.mask import BlockLayout, VisibilityRule
 
 RULES = [
-    Rule(),
-    Rule(causal=True),
-    Rule(window=3),
-    Rule(window=3, causal=True),
-    Rule(window=1),
-    Rule(window=40),
+    VisibilityRule(),
+    VisibilityRule(causal=True),
+    VisibilityRule(window=3),
+    VisibilityRule(window=3, causal=True),
+    VisibilityRule(window=1),
+    VisibilityRule(window=40),
 ]
 # name: (document of each token, position of each token, anchors)
 ROWS: dict[str, tuple[list[int], list[int], list[int]]] = {
@@ -31,12 +31,12 @@ ROWS: dict[str, tuple[list[int], list[int], list[int]]] = {
 }
 
 
-def layout_of(name: str, block_size: int) -> Layout:
+def layout_of(name: str, block_size: int) -> BlockLayout:
     document, position, anchors = (torch.tensor(part) for part in ROWS[name])
     return masks.training_layout(position, document, anchors, block_size)
 
 
-def by_loops(name: str, block_size: int, rule: Rule) -> Tensor:
+def by_loops(name: str, block_size: int, rule: VisibilityRule) -> Tensor:
     """The rules of the paper and of z-lab 0.1.0, written with token indices and no shared code."""
     document, position, anchors = ROWS[name]
     context, queries = len(document), len(anchors) * block_size
@@ -55,13 +55,13 @@ def by_loops(name: str, block_size: int, rule: Rule) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "size", "rule"), list(product(ROWS, [2, 4], RULES)))
-def test_dense_mask_is_what_loops_say(name: str, size: int, rule: Rule) -> None:
+def test_dense_mask_is_what_loops_say(name: str, size: int, rule: VisibilityRule) -> None:
     layout = layout_of(name, size)
     assert torch.equal(masks.dense_mask(layout.blocks, layout.keys, rule), by_loops(name, size, rule))
 
 
 @pytest.mark.parametrize(("name", "rule"), list(product(ROWS, RULES)))
-def test_mask_mod_says_the_same(name: str, rule: Rule) -> None:
+def test_mask_mod_says_the_same(name: str, rule: VisibilityRule) -> None:
     layout = layout_of(name, 4)
     mod = masks.mask_mod(layout.blocks, layout.keys, rule)
     q, k = torch.arange(len(layout.blocks)), torch.arange(len(layout.keys))
@@ -69,7 +69,7 @@ def test_mask_mod_says_the_same(name: str, rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES[:4])
-def test_flex_mask_holds_every_visible_pair(rule: Rule) -> None:
+def test_flex_mask_holds_every_visible_pair(rule: VisibilityRule) -> None:
     from torch.nn.attention.flex_attention import create_mask
 
     layout = layout_of("packed", 4)
@@ -83,7 +83,9 @@ def test_flex_mask_holds_every_visible_pair(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize(("name", "rule"), list(product(ROWS, RULES)))
-def test_groups_together_are_the_dense_mask(name: str, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_together_are_the_dense_mask(
+    name: str, rule: VisibilityRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(masks, "GROUP_BLOCKS", 2)
     layout, context = layout_of(name, 4), len(ROWS[name][0])
     rebuilt = torch.zeros_like(by_loops(name, 4, rule))
@@ -103,7 +105,7 @@ def test_groups_shrink_to_what_their_blocks_see() -> None:
     position = torch.arange(length).repeat(documents)
     anchors = torch.arange(10, documents * length, 20)
     layout = masks.training_layout(position, document, anchors, 8)
-    for rule, widest in ((Rule(), length), (Rule(window=32), 32 + 16 * 20)):
+    for rule, widest in ((VisibilityRule(), length), (VisibilityRule(window=32), 32 + 16 * 20)):
         groups = masks.plan_groups(layout, rule)
         assert max(group.high - group.low for group in groups) <= widest
         assert all(group.last - group.first <= masks.GROUP_BLOCKS for group in groups)
@@ -118,12 +120,12 @@ def test_no_query_is_blind() -> None:
 def test_no_context_at_all() -> None:
     none = torch.empty(0, dtype=torch.long)
     blocks = masks.block_tokens(torch.tensor([0]), torch.tensor([0]), 4)
-    layout = Layout(context=masks.context_tokens(none, none), blocks=blocks, block_size=4)
-    (group,) = masks.plan_groups(layout, Rule())
+    layout = BlockLayout(context=masks.context_tokens(none, none), blocks=blocks, block_size=4)
+    (group,) = masks.plan_groups(layout, VisibilityRule())
     assert (group.low, group.high) == (0, 0)
     assert group.mask.shape == (4, 4) and group.mask.all()
 
 
 def test_window_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="window 0; a window has at least 1 token; use None for full"):
-        Rule(window=0)
+        VisibilityRule(window=0)

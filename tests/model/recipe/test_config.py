@@ -10,23 +10,31 @@ import pytest
 
 from parity.errors import ParityError
 from parity.model.recipe import keys
-from parity.model.recipe.check import TERMS, check_layers
-from parity.model.recipe.config import Training, dump, from_data, load, load_declared, merge, parse
+from parity.model.recipe.check import LOSS_TERMS, check_layers
+from parity.model.recipe.config import (
+    TrainingFile,
+    dump,
+    from_data,
+    load_declared,
+    load_training_file,
+    merge_values,
+    parse_training_file,
+)
 from parity.model.recipe.presets import PRESETS, preset
 
 
 def refusal(text: str) -> str:
     """The message that a training file gives."""
     with pytest.raises(ParityError) as caught:
-        parse(text, "t.yaml")
+        parse_training_file(text, "t.yaml")
     return str(caught.value)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_survives_its_own_yaml(name: str) -> None:
     made = preset(name)
-    assert parse(dump(made)) == made
-    assert parse(f"preset: {name}\n") == made
+    assert parse_training_file(dump(made)) == made
+    assert parse_training_file(f"preset: {name}\n") == made
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -54,13 +62,13 @@ def test_published_values() -> None:
 
 def test_the_hash_is_of_the_recipe_alone() -> None:
     tiny = preset("tiny")
-    assert tiny.changed({"run.seed": 5}).recipe.hash == tiny.recipe.hash
-    assert tiny.changed({"recipe.loss.weights.gamma": 5.0}).recipe.hash != tiny.recipe.hash
+    assert tiny.with_values({"run.seed": 5}).recipe.hash == tiny.recipe.hash
+    assert tiny.with_values({"recipe.loss.weights.gamma": 5.0}).recipe.hash != tiny.recipe.hash
 
 
 def test_numbers_without_a_point_are_numbers() -> None:
     """YAML 1.1 reads 6e-4 as text."""
-    assert parse("preset: tiny\nrun: {optimizer: {lr: 6e-4}}").run.optimizer.lr == 6e-4
+    assert parse_training_file("preset: tiny\nrun: {optimizer: {lr: 6e-4}}").run.optimizer.lr == 6e-4
 
 
 TABLE: list[tuple[str, str, str]] = [
@@ -230,7 +238,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     assert "asked: a training file; found: nothing" in refusal("")
     assert "no such preset" in refusal("preset: tinny")
     with pytest.raises(ParityError, match="training file .*No such file"):
-        load(tmp_path / "none.yaml")
+        load_training_file(tmp_path / "none.yaml")
 
 
 def test_a_training_made_in_python_is_checked_too() -> None:
@@ -239,14 +247,14 @@ def test_a_training_made_in_python_is_checked_too() -> None:
     with pytest.raises(ParityError, match='"recipe.noise.std: 0.1" and "recipe.noise.kind: none"'):
         from_data(data)
     with pytest.raises(ParityError, match="a strength without a kind"):
-        Training.model_validate(data)
+        TrainingFile.model_validate(data)
 
 
 def test_a_kind_that_changes_replaces_its_mapping() -> None:
     base: dict[str, Any] = {"w": {"kind": "exp", "gamma": 4}, "terms": {"ce": 1}, "n": {"a": 1, "b": 2}}
     over = {"w": {"kind": "dpace", "alpha": 0.5}, "terms": {"kl": 1}, "n": {"b": 3}}
-    assert merge(base, over) == {**over, "n": {"a": 1, "b": 3}}
-    assert merge(base, {"w": {"gamma": 5}})["w"] == {"kind": "exp", "gamma": 5}
+    assert merge_values(base, over) == {**over, "n": {"a": 1, "b": 3}}
+    assert merge_values(base, {"w": {"gamma": 5}})["w"] == {"kind": "exp", "gamma": 5}
 
 
 LAYERS: list[tuple[dict[str, Any], int, str]] = [
@@ -265,7 +273,7 @@ LAYERS: list[tuple[dict[str, Any], int, str]] = [
 
 @pytest.mark.parametrize(("changes", "layers", "message"), LAYERS)
 def test_layers_that_a_target_lacks(changes: dict[str, Any], layers: int, message: str) -> None:
-    recipe = preset("tiny").changed(changes).recipe
+    recipe = preset("tiny").with_values(changes).recipe
     if message:
         with pytest.raises(ParityError, match=message):
             check_layers(recipe, layers)
@@ -319,14 +327,14 @@ def test_a_target_that_is_no_model_is_refused(
         (tmp_path / each).touch()
     monkeypatch.chdir(tmp_path)
     name = name.format(tmp_path)
-    made = preset("tiny").changed({"recipe.target.model": name})
+    made = preset("tiny").with_values({"recipe.target.model": name})
     text = dump(made) if whole else "recipe:" + dump(made).split("recipe:")[1].split("run:")[0]
     file = tmp_path / "recipes/r.yaml"
     file.write_text(text)
-    for read in (load, load_declared) if whole else (load_declared,):
-        if read is load and not found and name.endswith(".py"):
+    for read in (load_training_file, load_declared) if whole else (load_declared,):
+        if read is load_training_file and not found and name.endswith(".py"):
             with pytest.raises(ParityError, match="only a trainer of your own can make a target of"):
-                load(file)
+                load_training_file(file)
             continue
         if not found:
             assert read(file) in (made, made.recipe)
@@ -339,8 +347,8 @@ def test_a_target_that_is_no_model_is_refused(
 
 def test_a_training_that_was_stored_is_read_wherever_it_is(tmp_path: Path) -> None:
     """A checkpoint says where its target was; the folder may be on another machine."""
-    made = preset("tiny").changed({"recipe.target.model": "/on/another/machine"})
-    assert parse(dump(made)) == made
+    made = preset("tiny").with_values({"recipe.target.model": "/on/another/machine"})
+    assert parse_training_file(dump(made)) == made
 
 
 # --- the table of keys --------------------------------------------------------------------------------
@@ -362,7 +370,7 @@ def test_every_key_is_listed_with_a_meaning() -> None:
             return {at}
         return set().union(*(written(inner, f"{at}.{name}".lstrip(".")) for name, inner in value.items()))
 
-    watched = preset("tiny").changed({"run.watch": {}, "recipe.draft_vocab": {"size": 8}})
+    watched = preset("tiny").with_values({"run.watch": {}, "recipe.draft_vocab": {"size": 8}})
     assert set(listed) - {"preset"} == written(watched.model_dump(mode="json"), "")
 
 
@@ -388,9 +396,9 @@ def test_a_key_has_its_type_default_and_unit() -> None:
 def test_terms_are_those_of_the_loss() -> None:
     from parity.model.training.loss import SOFT_TERMS
 
-    assert TERMS == ("ce", *SOFT_TERMS)
+    assert LOSS_TERMS == ("ce", *SOFT_TERMS)
     said = next(k.meaning for s in keys.sections() for k in s.keys if k.name == "terms")
-    assert all(re.search(rf"\b{name}\b", said) for name in TERMS)
+    assert all(re.search(rf"\b{name}\b", said) for name in LOSS_TERMS)
 
 
 def test_keys_are_listed_without_torch() -> None:

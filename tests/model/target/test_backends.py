@@ -12,8 +12,8 @@ import torch
 from parity.capturing.client import Worker, capture_with
 from parity.errors import ParityError
 from parity.model.target import backends
-from parity.model.target.backends import Backend, CallRecorder, implementation_of, parse, prove
-from parity.model.target.load import TargetSpec, forward, load
+from parity.model.target.backends import Backend, CallRecorder, implementation_of, parse_backend, prove
+from parity.model.target.load import TargetSpec, forward, load_target
 from parity.model.target.operator_replay import load_calls, replay, save_calls
 from parity.tracing.trace import Trace
 
@@ -40,28 +40,32 @@ REQUEST = {
     ],
 )
 def test_parse(text: str, delta: str, conv: str, name: str) -> None:
-    assert (parse(text).delta, parse(text).conv, parse(text).name) == (delta, conv, name)
+    assert (parse_backend(text).delta, parse_backend(text).conv, parse_backend(text).name) == (
+        delta,
+        conv,
+        name,
+    )
 
 
 @pytest.mark.parametrize("text", ["flash", "", "fla+flash", "golden+torch", "torch+golden", "causal-conv1d"])
 def test_parse_refuses(text: str) -> None:
     with pytest.raises(ParityError, match="no such backend"):
-        parse(text)
+        parse_backend(text)
 
 
 def test_isolate_comes_too_late() -> None:
     import transformers  # noqa: F401
 
     with pytest.raises(ParityError, match="transformers imported already"):
-        backends.isolate(parse("torch"))
+        backends.isolate(parse_backend("torch"))
 
 
 def test_fla_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_cuda", lambda: False)
-    assert backends.missing(parse("fla")) == "no CUDA device"
+    assert backends.missing(parse_backend("fla")) == "no CUDA device"
     assert (
-        "causal-conv1d" in str(backends.missing(parse("torch+causal-conv1d")))
-        or backends.missing(parse("torch+causal-conv1d")) == "no CUDA device"
+        "causal-conv1d" in str(backends.missing(parse_backend("torch+causal-conv1d")))
+        or backends.missing(parse_backend("torch+causal-conv1d")) == "no CUDA device"
     )
     with pytest.raises(ParityError, match="no CUDA device"):
         Worker("fla")
@@ -105,11 +109,11 @@ def test_hub_kernel_module_is_recognised() -> None:
 
 @pytest.fixture
 def target(hybrid: Path) -> Any:
-    return load(TargetSpec(model=str(hybrid), dtype="float32"))
+    return load_target(TargetSpec(model=str(hybrid), dtype="float32"))
 
 
 def test_torch_is_proven(target: Any) -> None:
-    result = forward(target, IDS, backend=parse("torch"))
+    result = forward(target, IDS, backend=parse_backend("torch"))
     assert result.proof.valid and not result.proof.problems
     assert [(c.layer, c.operator, c.implementation, c.calls) for c in result.proof.calls] == [
         (layer, operator, "torch", 1) for layer in (0, 1, 2) for operator in ("conv", "delta")
@@ -121,7 +125,7 @@ def test_everything_is_put_back(target: Any) -> None:
 
     before = {name: vars(modeling)[name] for name in backends.FUNCTIONS}
     cells = [cell.cell_contents for f in before.values() for cell in f.__closure__]
-    forward(target, IDS, backend=parse("torch"))
+    forward(target, IDS, backend=parse_backend("torch"))
     assert {name: vars(modeling)[name] for name in backends.FUNCTIONS} == before
     assert [cell.cell_contents for f in before.values() for cell in f.__closure__] == cells
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in target.model.modules())
@@ -132,7 +136,7 @@ def test_put_back_after_an_exception(target: Any) -> None:
 
     before = {name: vars(modeling)[name] for name in backends.FUNCTIONS}
     with pytest.raises(IndexError):
-        forward(target, [10**6], backend=parse("torch"))
+        forward(target, [10**6], backend=parse_backend("torch"))
     assert {name: vars(modeling)[name] for name in backends.FUNCTIONS} == before
 
 
@@ -148,7 +152,7 @@ def test_patched_globals_are_a_dispatch_failure(target: Any, monkeypatch: pytest
     chunk_gated_delta_rule.__module__ = "fla.ops.gated_delta_rule.chunk"
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", chunk_gated_delta_rule)
-    proof = forward(target, IDS, backend=parse("torch")).proof
+    proof = forward(target, IDS, backend=parse_backend("torch")).proof
     assert not proof.valid
     assert proof.problems == tuple(f"layer {i} delta: fla ran, asked for torch" for i in (0, 1, 2))
 
@@ -168,7 +172,7 @@ def test_fake_causal_conv1d_is_proven(target: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cell, "cell_contents", causal_conv1d_fn)
     proof = forward(target, IDS, backend=Backend(delta="torch", conv="causal-conv1d")).proof
     assert proof.valid, proof.problems
-    assert not forward(target, IDS, backend=parse("torch")).proof.valid
+    assert not forward(target, IDS, backend=parse_backend("torch")).proof.valid
 
 
 def test_instance_attributes_of_older_versions() -> None:
@@ -200,7 +204,7 @@ def test_instance_attributes_of_older_versions() -> None:
 
 
 def test_no_call_is_no_proof() -> None:
-    proof = prove(parse("torch"), (), [0])
+    proof = prove(parse_backend("torch"), (), [0])
     assert not proof.valid and "no call was seen" in proof.problems[0]
 
 
@@ -217,14 +221,14 @@ def test_hidden_fla_is_a_dispatch_failure(hybrid: Path, tmp_path: Path) -> None:
 
 
 def test_operator_calls_are_recorded_once_and_replayed(target: Any, tmp_path: Path) -> None:
-    result = forward(target, IDS, backend=parse("torch"), keep_calls=True)
+    result = forward(target, IDS, backend=parse_backend("torch"), keep_calls=True)
     save_calls([*result.calls, *result.calls], tmp_path / "calls.safetensors")
     calls = load_calls(tmp_path / "calls.safetensors")
     assert [(call.layer, call.operator) for call in calls] == [
         (layer, operator) for layer in (0, 1, 2) for operator in ("conv", "delta")
     ]
-    replay(tmp_path / "calls.safetensors", tmp_path / "torch.safetensors", parse("torch"))
-    replay(tmp_path / "calls.safetensors", tmp_path / "golden.safetensors", parse("golden"))
+    replay(tmp_path / "calls.safetensors", tmp_path / "torch.safetensors", parse_backend("torch"))
+    replay(tmp_path / "calls.safetensors", tmp_path / "golden.safetensors", parse_backend("golden"))
     again, want = load_calls(tmp_path / "torch.safetensors"), load_calls(tmp_path / "golden.safetensors")
     for call, same, reference in zip(calls, again, want, strict=True):
         assert torch.equal(call.output, same.output) and call.digest() == same.digest() == reference.digest()

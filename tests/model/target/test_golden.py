@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from parity.model.target import golden
-from parity.model.target.backends import parse
-from parity.model.target.load import TargetSpec, forward, load
+from parity.model.target.backends import parse_backend
+from parity.model.target.load import TargetSpec, forward, load_target
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -23,7 +23,7 @@ def test_recurrence_agrees_with_the_promoted_chunk_rule() -> None:
     g, beta = -draw(2, 130, 4).abs() / 10, draw(2, 130, 4).sigmoid()
     state = draw(2, 4, 16, 8)
     want, want_state = golden.delta_rule(q, k, v, g, beta, state)
-    with golden.promoted(golden.Promotion()) as record:
+    with golden.promote_to_float64(golden.Float64Promotion()) as record:
         got, got_state = modeling_qwen3_5.torch_chunk_gated_delta_rule(
             q,
             k,
@@ -61,25 +61,25 @@ def test_double_alone_is_not_golden_and_is_seen() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.softmax(x, -1, dtype=torch.float32).double() + x.to(torch.float32) + x.float()
 
-    with golden._Watch(record := golden.Promotion()):
+    with golden._LowerDtypeCounter(record := golden.Float64Promotion()):
         Casting()(draw(3, 3))
     assert len(record.lower) >= 3
-    with golden.promoted(golden.Promotion()) as record:
+    with golden.promote_to_float64(golden.Float64Promotion()) as record:
         result = Casting()(draw(3, 3))
     assert record.lower == [] and record.promoted == 3 and result.dtype is torch.float64
 
 
 def test_golden_forward_is_fp64_everywhere_and_restores_the_weights(hybrid: Path) -> None:
-    target = load(TargetSpec(model=str(hybrid), dtype="float32"))
+    target = load_target(TargetSpec(model=str(hybrid), dtype="float32"))
     before = {name: value.clone() for name, value in target.model.state_dict().items()}
-    result = forward(target, list(range(40)), backend=parse("golden"), taps=["*"])
+    result = forward(target, list(range(40)), backend=parse_backend("golden"), taps=["*"])
     assert result.proof.valid, result.proof.problems
     assert {tensor.dtype for tensor in result.taps.values()} == {torch.float64}
     after: dict[str, Any] = target.model.state_dict()
     assert all(
         torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before
     )
-    plain = forward(target, list(range(40)), backend=parse("torch"), taps=["*"])
+    plain = forward(target, list(range(40)), backend=parse_backend("torch"), taps=["*"])
     for name, tensor in plain.taps.items():
         want = result.taps[name]
         assert float((tensor.double() - want).norm() / want.norm()) < 1e-5, name

@@ -9,13 +9,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parity.errors import ParityError
-from parity.model.target.backends import parse
+from parity.model.target.backends import parse_backend
 from parity.model.target.capture import capture
-from parity.model.target.load import TargetSpec, canonical, forward, load, select_taps, steps, tap_infos
+from parity.model.target.load import (
+    TargetSpec,
+    canonical,
+    forward,
+    forward_steps,
+    load_target,
+    select_taps,
+    tap_infos,
+)
 from parity.model.target.vision_language import build_vision_wrapper
 
 IDS = [(5 * i) % 61 for i in range(70)]
-TORCH = parse("torch")
+TORCH = parse_backend("torch")
 
 
 @pytest.mark.parametrize(
@@ -33,7 +41,7 @@ def test_canonical_names(key: str, want: str) -> None:
 
 
 def test_taps_are_spelled_out(hybrid: Path) -> None:
-    target = load(TargetSpec(model=str(hybrid), dtype="float32"))
+    target = load_target(TargetSpec(model=str(hybrid), dtype="float32"))
     infos = tap_infos(target)
     assert list(infos)[:5] == [
         "embed.out",
@@ -59,7 +67,7 @@ def test_taps_are_spelled_out(hybrid: Path) -> None:
 
 def test_recorded_states_survive_later_changes(hybrid: Path) -> None:
     """A state is cloned when it is made: an in-place operation of the next layer does not reach it."""
-    target = load(TargetSpec(model=str(hybrid), dtype="float32"))
+    target = load_target(TargetSpec(model=str(hybrid), dtype="float32"))
     want = forward(target, IDS, backend=TORCH).taps["layer.0.out"]
 
     def spoil(module: Any, args: tuple[torch.Tensor, ...]) -> None:
@@ -75,18 +83,18 @@ def test_recorded_states_survive_later_changes(hybrid: Path) -> None:
     ("mode", "want"), [("prefill", [7]), ("decode", [1] * 7), ("blocks:3", [3, 3, 1]), ("blocks:9", [7])]
 )
 def test_steps(mode: str, want: list[int]) -> None:
-    assert steps(mode, 7) == want
+    assert forward_steps(mode, 7) == want
 
 
 @pytest.mark.parametrize("mode", ["", "blocks", "blocks:0", "blocks:x", "stream"])
 def test_unknown_mode(mode: str) -> None:
     with pytest.raises(ParityError, match="no such way to compute"):
-        steps(mode, 7)
+        forward_steps(mode, 7)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid", "llama", "gemma2"])
 def test_serving_modes_compute_the_same_tokens(family: str, models: dict[str, Path]) -> None:
-    target = load(TargetSpec(model=str(models[family]), dtype="float32"))
+    target = load_target(TargetSpec(model=str(models[family]), dtype="float32"))
     whole = forward(target, IDS, backend=TORCH, taps=["*"])
     for mode in ("decode", "blocks:8"):
         parts = forward(target, IDS, backend=TORCH, taps=["*"], mode=mode)
@@ -98,7 +106,7 @@ def test_serving_modes_compute_the_same_tokens(family: str, models: dict[str, Pa
 
 def test_local_input_is_what_each_layer_gets(hybrid: Path) -> None:
     """Fed its own states, every layer repeats itself; fed a changed one, only that layer answers for it."""
-    target = load(TargetSpec(model=str(hybrid), dtype="float32"))
+    target = load_target(TargetSpec(model=str(hybrid), dtype="float32"))
     whole = forward(target, IDS, backend=TORCH).taps
     again = forward(target, IDS, backend=TORCH, local=whole).taps
     assert all(torch.equal(again[name], whole[name]) for name in whole)
@@ -111,19 +119,19 @@ def test_local_input_is_what_each_layer_gets(hybrid: Path) -> None:
 @pytest.mark.parametrize("mode", ["decode", "blocks:4"])
 def test_convolution_alone_can_be_recorded_in_steps(mode: str, hybrid: Path) -> None:
     """With a cache the convolution returns earlier tokens too; which are new is known without another tap."""
-    target = load(TargetSpec(model=str(hybrid), dtype="float32"))
+    target = load_target(TargetSpec(model=str(hybrid), dtype="float32"))
     taps = forward(target, IDS[:14], backend=TORCH, taps=["layer.*.conv.out"], mode=mode).taps
     assert {tensor.shape[0] for tensor in taps.values()} == {14}
 
 
 def test_local_input_of_a_step_is_refused(hybrid: Path) -> None:
-    target = load(TargetSpec(model=str(hybrid), dtype="float32"))
+    target = load_target(TargetSpec(model=str(hybrid), dtype="float32"))
     with pytest.raises(ParityError, match="use --as prefill"):
         forward(target, IDS, backend=TORCH, mode="decode", local={})
 
 
 def test_batch_rows_do_not_mix(hybrid: Path) -> None:
-    target = load(TargetSpec(model=str(hybrid), dtype="float32"))
+    target = load_target(TargetSpec(model=str(hybrid), dtype="float32"))
     one, four = (forward(target, IDS, backend=TORCH, rows=rows).taps["layer.3.out"] for rows in (1, 4))
     assert float((one - four).norm() / one.norm()) < 1e-6
 
@@ -131,7 +139,7 @@ def test_batch_rows_do_not_mix(hybrid: Path) -> None:
 def test_float32_parameters_of_a_bf16_checkpoint_stay(hybrid_bf16: Path) -> None:
     stored = load_file(hybrid_bf16 / "model.safetensors")
     for dtype in ("bfloat16", "auto"):
-        target = load(TargetSpec(model=str(hybrid_bf16), dtype=dtype))
+        target = load_target(TargetSpec(model=str(hybrid_bf16), dtype=dtype))
         layer = target.linear[0]
         assert target.dtype == "bfloat16" and len(target.kept_float32) == 6
         key = next(name for name in stored if name.endswith("layers.0.linear_attn.A_log"))
@@ -141,7 +149,7 @@ def test_float32_parameters_of_a_bf16_checkpoint_stay(hybrid_bf16: Path) -> None
 
 def test_rounding_is_asked_for_and_seen_in_the_identity(hybrid_bf16: Path) -> None:
     kept, rounded = (
-        load(TargetSpec(model=str(hybrid_bf16), dtype="float32", round_float32=value))
+        load_target(TargetSpec(model=str(hybrid_bf16), dtype="float32", round_float32=value))
         for value in (False, True)
     )
     assert torch.equal(rounded.linear[0].A_log, kept.linear[0].A_log.bfloat16().float())
@@ -153,7 +161,7 @@ def test_rounding_is_asked_for_and_seen_in_the_identity(hybrid_bf16: Path) -> No
 
 def test_checksums_do_not_depend_on_the_dtype_loaded(hybrid_bf16: Path) -> None:
     identities = [
-        load(TargetSpec(model=str(hybrid_bf16), dtype=dtype)).identity
+        load_target(TargetSpec(model=str(hybrid_bf16), dtype=dtype)).identity
         for dtype in ("bfloat16", "float32", "float64")
     ]
     assert identities[0] == identities[1] == identities[2]
@@ -173,7 +181,7 @@ def _copy(model: Path, out: Path, change: Any) -> Path:
 def test_missing_parameter_is_named(hybrid: Path, tmp_path: Path) -> None:
     broken = _copy(hybrid, tmp_path / "m", lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(ParityError, match=r"left random: model\.layers\.1\.mlp\.up_proj\.weight"):
-        load(TargetSpec(model=str(broken), dtype="float32"))
+        load_target(TargetSpec(model=str(broken), dtype="float32"))
 
 
 def test_silently_random_parameter_is_named(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,19 +199,19 @@ def test_silently_random_parameter_is_named(hybrid: Path, monkeypatch: pytest.Mo
     with pytest.raises(
         ParityError, match=r"differ from the checkpoint's: model\.layers\.0\.mlp\.up_proj\.weight"
     ):
-        load(TargetSpec(model=str(hybrid), dtype="float32"))
+        load_target(TargetSpec(model=str(hybrid), dtype="float32"))
 
 
 def test_wrapper_gives_the_same_states(hybrid: Path, tmp_path: Path) -> None:
     build_vision_wrapper(hybrid, tmp_path / "w")
-    want = forward(load(TargetSpec(model=str(hybrid), dtype="float32")), IDS, backend=TORCH).taps
+    want = forward(load_target(TargetSpec(model=str(hybrid), dtype="float32")), IDS, backend=TORCH).taps
     for loader, model in (
         ("AutoModel", hybrid),
         ("AutoModel", tmp_path / "w"),
         ("AutoModelForCausalLM", tmp_path / "w"),
         ("AutoModelForImageTextToText", tmp_path / "w"),
     ):
-        target = load(TargetSpec(model=str(model), dtype="float32", loader=loader))
+        target = load_target(TargetSpec(model=str(model), dtype="float32", loader=loader))
         assert (target.head is None) == (loader == "AutoModel")
         got = forward(target, IDS, backend=TORCH).taps
         assert all(torch.equal(got[name], want[name]) for name in want), (loader, model)
@@ -225,16 +233,16 @@ def test_wrapper_of_another_family_is_refused(models: dict[str, Path], tmp_path:
 )
 def test_bad_specifications(spec: dict[str, Any], message: str) -> None:
     with pytest.raises(ParityError, match=message):
-        load(TargetSpec(**spec))
+        load_target(TargetSpec(**spec))
 
 
 def test_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(ParityError, match="config.json"):
-        load(TargetSpec(model=str(tmp_path)))
+        load_target(TargetSpec(model=str(tmp_path)))
 
 
 def test_manifest_of_a_capture(hybrid: Path, tmp_path: Path) -> None:
-    target = load(TargetSpec(model=str(hybrid), dtype="float32"))
+    target = load_target(TargetSpec(model=str(hybrid), dtype="float32"))
     request = {
         "id": "r",
         "token_ids": IDS,
@@ -277,7 +285,7 @@ def test_resuming_with_other_weights_is_refused(hybrid: Path, tmp_path: Path) ->
             raise KeyboardInterrupt
 
     def go(progress: Any) -> None:
-        target = load(TargetSpec(model=str(model), dtype="float32"))
+        target = load_target(TargetSpec(model=str(model), dtype="float32"))
         capture(target, requests, tmp_path / "t", backend=TORCH, fingerprint="f", progress=progress)
 
     with pytest.raises(KeyboardInterrupt):

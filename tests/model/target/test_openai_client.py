@@ -11,7 +11,7 @@ import pytest
 
 from parity.errors import ParityError
 from parity.model.recipe.presets import preset
-from parity.model.target.openai_client import address, regenerate
+from parity.model.target.openai_client import address, regenerate_by_server
 from parity.model.tiny import corpus
 from parity.model.tiny.embedded import tokenizer
 from parity.model.training import build
@@ -80,7 +80,7 @@ def test_turns_are_written_after_new_turns(stub: Stub) -> None:
         [user(f"q{n}"), old("z")] for n in range(40)
     ]
     done: list[int] = []
-    made = regenerate(stub.url + "/v1/", "name", given, max_new_tokens=7, progress=done.append)
+    made = regenerate_by_server(stub.url + "/v1/", "name", given, max_new_tokens=7, progress=done.append)
     assert made[0] == [system, user("a"), old("2: a"), user("b"), old("4: b")]
     assert made[1:] == [[user(f"q{n}"), old(f"1: q{n}")] for n in range(40)]  # in order, though asked at once
     assert done == list(range(1, 42)) and stub.paths == {"/v1/chat/completions"}
@@ -100,7 +100,7 @@ def test_thinking_where_the_old_answer_thought(stub: Stub) -> None:
 
     stub.answer = answer
     thought = [[user("a"), old("x", reasoning_content="hm")], [user("a"), old("<think>hm</think>x")]]
-    made = regenerate(stub.url, "m", [*thought, [user("a"), old("x")]])
+    made = regenerate_by_server(stub.url, "m", [*thought, [user("a"), old("x")]])
     assert [each[1] for each in made] == [old("new", reasoning_content="so")] * 2 + [old("")]
 
 
@@ -117,25 +117,25 @@ def test_thinking_where_the_old_answer_thought(stub: Stub) -> None:
 def test_trouble_is_told(stub: Stub, answer: tuple[int, Any], found: str) -> None:
     stub.answer = lambda body: answer
     with pytest.raises(ParityError, match=found):
-        regenerate(stub.url, "m", [[user("a"), old("x")]] * 3)
+        regenerate_by_server(stub.url, "m", [[user("a"), old("x")]] * 3)
 
 
 def test_no_server_and_addresses() -> None:
     with pytest.raises(ParityError, match="no answer .*\ndo this: start the server"):
-        regenerate("http://127.0.0.1:9", "m", [[user("a"), old("x")]], timeout=2)
+        regenerate_by_server("http://127.0.0.1:9", "m", [[user("a"), old("x")]], timeout=2)
     assert {
         address(url, "/v1/x") for url in ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/")
     } == {"http://h:1/v1/x"}
 
 
-SMALL = preset("unit").changed(
+SMALL = preset("unit").with_values(
     {"run.data.documents": 10, "run.data.validation_documents": 2, "run.data.regenerate": 9}
 )
 
 
 def test_a_run_on_a_servers_responses(stub: Stub, tmp_path: Path) -> None:
     stub.answer = lambda body: said("7 7 7")
-    training = SMALL.changed({"run.data.server": stub.url, "run.data.server_model": "target"})
+    training = SMALL.with_values({"run.data.server": stub.url, "run.data.server_model": "target"})
     heard: list[str] = []
     trainer = open_trainer(training, out=tmp_path, say=heard.append)
     trainer.close()
@@ -156,7 +156,7 @@ def test_what_was_written_before_an_interruption_is_kept(
     stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "REGENERATED_TOGETHER", 4)
-    training = SMALL.changed({"run.data.server": stub.url})
+    training = SMALL.with_values({"run.data.server": stub.url})
 
     talks = [corpus.conversation(n, "train", 80) for n in range(10)]
     talks += [corpus.conversation(n, "held_out", 80) for n in range(2)]
@@ -185,6 +185,6 @@ def test_what_was_written_before_an_interruption_is_kept(
 
 
 def test_a_server_without_regeneration_is_refused(tmp_path: Path) -> None:
-    training = SMALL.changed({"run.data.regenerate": 0, "run.data.server": "http://h"})
+    training = SMALL.with_values({"run.data.regenerate": 0, "run.data.server": "http://h"})
     with pytest.raises(ParityError, match="run.data.server: http://h; found: run.data.regenerate: 0"):
         open_trainer(training, out=tmp_path)

@@ -6,10 +6,10 @@ import pytest
 
 from parity.model.tiny import corpus
 
-OPEN = [kind for kind in corpus.KINDS if kind not in corpus.ONE_RIGHT_ANSWER]
+OPEN = [kind for kind in corpus.TASK_KINDS if kind not in corpus.ONE_RIGHT_ANSWER]
 
 
-def some(kind: str, n: int = 40, split: corpus.Split = "train") -> list[corpus.Task]:
+def some(kind: str, n: int = 40, split: corpus.Split = "train") -> list[corpus.CorpusTask]:
     rng = random.Random(f"test {kind}")
     return [corpus.task(rng, split, [kind]) for _ in range(n)]
 
@@ -34,7 +34,7 @@ def test_the_text_of_a_seed_is_frozen() -> None:
 
 def test_the_splits_are_disjoint_and_one_in_ten_is_held_out() -> None:
     rng = random.Random(0)
-    drawn = [maker(rng).question for maker, _ in corpus.KINDS.values() for _ in range(300)]
+    drawn = [maker(rng).question for maker, _ in corpus.TASK_KINDS.values() for _ in range(300)]
     share = sum(corpus.split_of(question) == "held_out" for question in drawn) / len(drawn)
     assert 0.07 < share < 0.13
     for split in ("train", "held_out"):
@@ -44,7 +44,7 @@ def test_the_splits_are_disjoint_and_one_in_ten_is_held_out() -> None:
     assert all(corpus.split_of(task.question) == "held_out" for task in corpus.held_out_tasks(50))
 
 
-@pytest.mark.parametrize("kind", corpus.KINDS)
+@pytest.mark.parametrize("kind", corpus.TASK_KINDS)
 def test_a_checker_takes_the_generators_own_answers(kind: str) -> None:
     for task in some(kind):
         assert task.kind == kind
@@ -54,7 +54,7 @@ def test_a_checker_takes_the_generators_own_answers(kind: str) -> None:
         assert task.one_right_answer == (kind in corpus.ONE_RIGHT_ANSWER)
 
 
-@pytest.mark.parametrize("kind", corpus.KINDS)
+@pytest.mark.parametrize("kind", corpus.TASK_KINDS)
 def test_a_checker_refuses_corrupted_answers(kind: str) -> None:
     for task in some(kind):
         assert not task.check("")
@@ -64,14 +64,14 @@ def test_a_checker_refuses_corrupted_answers(kind: str) -> None:
         assert not task.check(f"{task.work}</think>{task.final}x")
 
 
-def other_answers(task: corpus.Task) -> set[str]:
+def other_answers(task: corpus.CorpusTask) -> set[str]:
     """Answers to the same question that the generator could have given instead."""
     final, words = task.final, task.question.split(" ")
     if task.kind == "walk":  # every step the other way
         return {"".join(str((2 * int(words[3]) - int(digit)) % 10) for digit in final)}
     if task.kind == "song":  # always the usual note, always the unusual one
         texts = []
-        for table in corpus.KEYS[words[0]]:
+        for table in corpus.CORPUS_KEYS[words[0]]:
             here, text = words[3], ""
             for _ in final:
                 here = table[corpus.NOTES.index(here)]
@@ -153,13 +153,13 @@ def test_held_out_tasks_go_through_the_kinds_in_turn() -> None:
     tasks = corpus.held_out_tasks(18)
     assert [task.kind for task in tasks] == list(corpus.ONE_RIGHT_ANSWER) * 2
     assert len({task.question for task in tasks}) == 18
-    assert {task.kind for task in corpus.held_out_tasks(14, one_right_answer=False)} == set(corpus.KINDS)
+    assert {task.kind for task in corpus.held_out_tasks(14, one_right_answer=False)} == set(corpus.TASK_KINDS)
 
 
 def test_more_tasks_than_a_small_kind_has_questions() -> None:
     tasks = corpus.held_out_tasks(420, one_right_answer=False)
     assert len({task.question for task in tasks}) == 420
-    assert sum(task.kind == "split" for task in tasks) < 420 // len(corpus.KINDS)
+    assert sum(task.kind == "split" for task in tasks) < 420 // len(corpus.TASK_KINDS)
 
 
 def test_openings_are_a_fair_sample_of_held_out_conversations() -> None:
@@ -193,7 +193,7 @@ def test_openings_ask_what_conversations_ask() -> None:
     whole = [corpus.conversation(seed, "held_out") for seed in range(800)]
     every = [[m["content"] for m in chat if m["role"] == "user"] for chat in whole]
     # A conversation counts once whatever its length, as in `openings`, so each of its turns weighs less.
-    for kind in corpus.KINDS:
+    for kind in corpus.TASK_KINDS:
         wanted = sum(sum(kind_of(q) == kind for q in turns) / len(turns) for turns in every) / len(every)
         found = sum(kind_of(question) == kind for question in last) / len(last)
         assert abs(found - wanted) < 0.035, (kind, found, wanted)

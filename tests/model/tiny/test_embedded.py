@@ -137,7 +137,7 @@ def test_importing_tiny_imports_no_torch() -> None:
 
 
 def test_package_data_is_small_and_whole() -> None:
-    folders = [embedded.embedded(name) for name in NAMES]
+    folders = [embedded.find_embedded_target(name) for name in NAMES]
     files = [path for folder in folders for path in folder.iterdir()]
     assert sum(path.stat().st_size for path in files) <= 8 * 2**20
     for folder in folders:
@@ -153,7 +153,7 @@ def test_package_data_is_small_and_whole() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_shipped_tokenizer_is_the_one_built_here(name: embedded.Name, tokenizer: Any) -> None:
-    shipped: Any = AutoTokenizer.from_pretrained(embedded.embedded(name))
+    shipped: Any = AutoTokenizer.from_pretrained(embedded.find_embedded_target(name))
     assert shipped.get_vocab() == tokenizer.get_vocab()
     assert shipped.chat_template == tokenizer.chat_template
     chat = corpus.conversation(3)
@@ -162,7 +162,7 @@ def test_the_shipped_tokenizer_is_the_one_built_here(name: embedded.Name, tokeni
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dtypes_of_the_weights(name: embedded.Name) -> None:
-    weights = load_file(embedded.embedded(name) / "model.safetensors")
+    weights = load_file(embedded.find_embedded_target(name) / "model.safetensors")
     kept = {key: value for key, value in weights.items() if key.endswith(train.FLOAT32_NAMES)}
     assert len(kept) == (18 if name == "hybrid" else 0), "two of each of nine linear layers"
     for key, value in weights.items():
@@ -190,35 +190,37 @@ def copied(tmp_path: Path) -> Path:
 
 
 def test_a_corrupted_copy_is_refused(copied: Path) -> None:
-    assert embedded.embedded("hybrid", root=copied) == copied / "hybrid"
+    assert embedded.find_embedded_target("hybrid", root=copied) == copied / "hybrid"
     path = copied / "hybrid" / "model.safetensors"
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
     with pytest.raises(ParityError, match="sha256 differs from sha256.json for model.safetensors"):
-        embedded.embedded("hybrid", root=copied)
-    assert embedded.embedded("dense", root=copied) == copied / "dense", "the other target is whole"
+        embedded.find_embedded_target("hybrid", root=copied)
+    assert embedded.find_embedded_target("dense", root=copied) == copied / "dense", (
+        "the other target is whole"
+    )
 
 
 def test_a_missing_and_an_unlisted_file_are_refused(copied: Path) -> None:
     (copied / "dense" / "config.json").unlink()
     (copied / "dense" / "extra.bin").write_bytes(b"")
     with pytest.raises(ParityError, match=r"for config\.json, extra\.bin\n.*reinstall drafter-parity"):
-        embedded.embedded("dense", root=copied)
+        embedded.find_embedded_target("dense", root=copied)
 
 
 def test_unknown_name_and_missing_listing_say_what_to_do(copied: Path) -> None:
     with pytest.raises(ParityError, match="found: only dense, hybrid\ndo this: ask for one of those"):
-        embedded.embedded("large", root=copied)  # type: ignore[arg-type]
+        embedded.find_embedded_target("large", root=copied)  # type: ignore[arg-type]
     (copied / "sha256.json").unlink()
     with pytest.raises(ParityError, match="no sha256.json there"):
-        embedded.embedded("hybrid", root=copied)
+        embedded.find_embedded_target("hybrid", root=copied)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_shipped_target_answers_and_has_choices(name: embedded.Name) -> None:
     """Measured in a process of its own: there the script hides fla, which crashes on CPU tensors."""
-    folder = str(embedded.embedded(name))
+    folder = str(embedded.find_embedded_target(name))
     out = python("-m", "parity.model.tiny.train", "--measure", folder, "--tasks", "63", "--rows", "24")
     figures = json.loads(out)
     assert figures["tasks"] == 63 and set(figures["by_kind"]) == set(corpus.ONE_RIGHT_ANSWER)
@@ -227,24 +229,24 @@ def test_the_shipped_target_answers_and_has_choices(name: embedded.Name) -> None
     assert 0 < figures["loss"] < 0.4
 
 
-PLAN = train.Plan(variant="dense", steps=5, rows=2, tokens=96, warmup=2)
+PLAN = train.TinyPlan(variant="dense", steps=5, rows=2, tokens=96, warmup=2)
 
 
 def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "CHECKPOINT_EVERY", 2)
-    whole, _ = train.train(PLAN, tmp_path / "whole.pt")
-    rate = train.rate
+    whole, _ = train.train_tiny(PLAN, tmp_path / "whole.pt")
+    rate = train.tiny_rate
 
-    def stop(plan: train.Plan, step: int) -> float:
+    def stop(plan: train.TinyPlan, step: int) -> float:
         if step == 3:
             raise KeyboardInterrupt
         return rate(plan, step)
 
     monkeypatch.setattr(train, "rate", stop)
     with pytest.raises(KeyboardInterrupt):
-        train.train(PLAN, tmp_path / "cut.pt")
+        train.train_tiny(PLAN, tmp_path / "cut.pt")
     monkeypatch.setattr(train, "rate", rate)
-    resumed, _ = train.train(PLAN, tmp_path / "cut.pt")
+    resumed, _ = train.train_tiny(PLAN, tmp_path / "cut.pt")
     for (name, a), b in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b), name
     assert list(tmp_path.glob("*.tmp")) == []
@@ -254,14 +256,14 @@ def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
     model = train.build(PLAN)
     optimizer = train.optimizer_of(model, PLAN)
     train.save_checkpoint(tmp_path / "c.pt", PLAN, model, optimizer, step=1, seconds=1.0)
-    other = train.Plan(variant="dense", steps=6, rows=2, tokens=96, warmup=2)
+    other = train.TinyPlan(variant="dense", steps=6, rows=2, tokens=96, warmup=2)
     with pytest.raises(ParityError, match="it was started with another plan"):
-        train.load_checkpoint(tmp_path / "c.pt", other, model, optimizer)
+        train.load_tiny_checkpoint(tmp_path / "c.pt", other, model, optimizer)
 
 
 def test_answer_tokens_weigh_one_and_padding_nothing(tokenizer: Any) -> None:
     chats = [corpus.conversation(seed, tokens=tokens) for seed, tokens in ((0, 192), (1, 96))]
-    ids, weights = train.batch(tokenizer, chats, 0.25)
+    ids, weights = train.sample_batch(tokenizer, chats, 0.25)
     assert ids.shape == weights.shape
     assert set(weights.unique().tolist()) == {0.0, 0.25, 1.0}
     assert bool(((ids == tokenizer.pad_token_id) == (weights == 0)).all())
@@ -269,8 +271,8 @@ def test_answer_tokens_weigh_one_and_padding_nothing(tokenizer: Any) -> None:
 
 
 def test_the_rate_warms_up_and_ends_low() -> None:
-    plan = train.Plan(variant="dense", steps=1000)
-    assert train.rate(plan, 0) == pytest.approx(2e-5)
-    assert train.rate(plan, 100) == pytest.approx(2e-3)
-    assert train.rate(plan, 999) < 5e-5
-    assert not math.isnan(train.rate(plan, 500))
+    plan = train.TinyPlan(variant="dense", steps=1000)
+    assert train.tiny_rate(plan, 0) == pytest.approx(2e-5)
+    assert train.tiny_rate(plan, 100) == pytest.approx(2e-3)
+    assert train.tiny_rate(plan, 999) < 5e-5
+    assert not math.isnan(train.tiny_rate(plan, 500))

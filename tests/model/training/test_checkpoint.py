@@ -15,7 +15,14 @@ from parity.errors import ParityError
 from parity.model.dflash.step import new_drafter
 from parity.model.recipe.presets import preset
 from parity.model.training import checkpoint
-from parity.model.training.checkpoint import Checkpoints, cut_log, differences, find, load_drafter, read
+from parity.model.training.checkpoint import (
+    Checkpoints,
+    checkpoint_differences,
+    cut_log,
+    find_checkpoint,
+    load_drafter,
+    read_checkpoint_folder,
+)
 from parity.model.training.states import synthetic
 
 TRAINING = preset("unit")
@@ -40,7 +47,7 @@ def save(store: Checkpoints, drafter: Any, step: int) -> Path:
 
 def test_what_is_saved_is_read(tmp_path: Path, drafter: Any) -> None:
     store = Checkpoints(tmp_path)
-    saved = read(save(store, drafter, 3))
+    saved = read_checkpoint_folder(save(store, drafter, 3))
     assert (saved.step, saved.training, saved.drafter) == (3, TRAINING, drafter.config)
     assert saved.state == {"position": 3} and saved.optimizer["fc.weight.exp_avg"][0, 0] == 3
     assert all(torch.equal(saved.model[name], value) for name, value in drafter.state_dict().items())
@@ -57,7 +64,10 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, drafter: Any) -> None:
         if step == 2:
             store.mark_best(2, 0.5)
     assert [path.name for path in store.all()] == ["step-00000002", "step-00000004", "step-00000005"]
-    assert find(tmp_path).name == "step-00000005" and find(tmp_path, "best").name == "step-00000002"
+    assert (
+        find_checkpoint(tmp_path).name == "step-00000005"
+        and find_checkpoint(tmp_path, "best").name == "step-00000002"
+    )
     store.mark_best(5, 0.4)
     assert [path.name for path in store.all()] == ["step-00000004", "step-00000005"]
     store.close()
@@ -71,15 +81,15 @@ def test_a_damaged_checkpoint_is_not_trained_on(tmp_path: Path, drafter: Any) ->
     data[-1] ^= 1
     (folder / "model.safetensors").write_bytes(data)
     with pytest.raises(ParityError, match="model.safetensors is damaged\ndo this: remove the folder"):
-        read(folder)
+        read_checkpoint_folder(folder)
     (folder / "state.json").write_text("{")
     with pytest.raises(ParityError, match="no readable state.json"):
-        read(folder)
+        read_checkpoint_folder(folder)
     (folder / "state.json").write_text('{"schema": "other/9"}')
     with pytest.raises(ParityError, match="schema 'other/9'"):
-        read(folder)
+        read_checkpoint_folder(folder)
     with pytest.raises(ParityError, match="a checkpoint in .*; found: none"):
-        find(tmp_path / "nowhere")
+        find_checkpoint(tmp_path / "nowhere")
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
@@ -144,15 +154,20 @@ def test_kill_9_while_writing_loses_nothing(function: str, at: int, step: int, t
     )
     assert done.returncode == -signal.SIGKILL, (done.stdout, done.stderr[-2000:])
     store = Checkpoints(tmp_path, keep=1)
-    saved = [read(folder) for folder in store.all()]
+    saved = [read_checkpoint_folder(folder) for folder in store.all()]
     assert saved and saved[-1].step in (1, 2)
-    assert not [path for path in store.folder.iterdir() if not checkpoint.NAME.fullmatch(path.name)]
+    assert not [
+        path for path in store.folder.iterdir() if not checkpoint.CHECKPOINT_NAME.fullmatch(path.name)
+    ]
     store.close()
 
 
 def test_what_may_differ_between_two_runs() -> None:
-    changed = TRAINING.changed({"run.seed": 3, "run.save.every": 9, "recipe.loss.weights.gamma": 5.0})
-    assert differences(TRAINING, changed) == ["recipe.loss.weights.gamma: 4.0, not 5.0", "run.seed: 0, not 3"]
+    changed = TRAINING.with_values({"run.seed": 3, "run.save.every": 9, "recipe.loss.weights.gamma": 5.0})
+    assert checkpoint_differences(TRAINING, changed) == [
+        "recipe.loss.weights.gamma: 4.0, not 5.0",
+        "run.seed: 0, not 3",
+    ]
 
 
 def test_a_log_is_cut_where_a_run_goes_on(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from parity.model.target import chat
 from parity.model.tiny import corpus, embedded
 from parity.model.training import data
 from parity.model.training.data import (
+    BatchStream,
     Document,
-    Feed,
-    Position,
-    Rewrite,
+    StreamPosition,
+    TurnRewriter,
     make_batch,
-    pack,
+    pack_documents,
     read_documents,
     records_of,
 )
@@ -240,12 +240,12 @@ def document(number: int, size: int) -> Document:
 
 def test_packing_loses_nothing_and_overfills_nothing() -> None:
     sizes = [int(n) for n in np.random.default_rng(0).integers(5, 60, 300)]
-    rows = pack(sizes, 100)
+    rows = pack_documents(sizes, 100)
     assert sorted(n for row in rows for n in row) == list(range(300))
     fill = [sum(sizes[n] for n in row) for row in rows]
     assert max(fill) <= 100 and sum(fill) / (100 * len(rows)) > 0.85
     with pytest.raises(ParityError, match="document 0 of 101 tokens; found: rows of 100"):
-        pack([101], 100)
+        pack_documents([101], 100)
 
 
 def test_a_row_restarts_positions_and_counts_documents() -> None:
@@ -255,14 +255,14 @@ def test_a_row_restarts_positions_and_counts_documents() -> None:
     assert batch.position.tolist() == [0, 1, 2, 0, 1, 0, 1]
     assert batch.loss_mask.tolist() == [True] * 5 + [False] * 2
     assert list(batch.spans()) == [(7, slice(0, 3)), (9, slice(3, 5))]
-    assert not batch.muted().loss_mask.any()
+    assert not batch.without_supervision().loss_mask.any()
 
 
 def test_the_feed_goes_on_where_it_stood() -> None:
     documents = [document(n, 10 + n % 7) for n in range(30)]
 
-    def feed(position: Position | None = None) -> Feed:
-        return Feed(documents, length=40, rows=3, seed=1, position=position)
+    def feed(position: StreamPosition | None = None) -> BatchStream:
+        return BatchStream(documents, length=40, rows=3, seed=1, position=position)
 
     def ids(rows: list[list[Document]]) -> list[list[int]]:
         return [[each.sample_id for each in row] for row in rows]
@@ -277,7 +277,7 @@ def test_the_feed_goes_on_where_it_stood() -> None:
     ]
     assert by_epoch == [list(range(30)), list(range(30))]
     assert expected[0][1] != expected[steps // 2][1]
-    assert whole.position == Position(epoch=2, row=0)
+    assert whole.position == StreamPosition(epoch=2, row=0)
 
 
 def test_rewritten_turns_are_tokenised_and_cached(tmp_path: Path, tokenizer: Any) -> None:
@@ -285,14 +285,14 @@ def test_rewritten_turns_are_tokenised_and_cached(tmp_path: Path, tokenizer: Any
     settings = part("jsonl", path, cache=str(tmp_path / "cache"))
     calls: list[int] = []
 
-    def write(old: list[list[chat.Message]]) -> list[list[chat.Message]]:
+    def write(old: list[list[chat.ChatMessage]]) -> list[list[chat.ChatMessage]]:
         calls.append(len(old))
         return [
             [m | ({"content": "new"} if m["role"] == "assistant" else {}) for m in chat_] for chat_ in old
         ]
 
     for key, expected in (("a", [2]), ("a", [2]), ("b", [2, 2])):
-        made = read_documents(settings, tokenizer, rewrite=Rewrite(key=key, write=write))
+        made = read_documents(settings, tokenizer, rewrite=TurnRewriter(key=key, write=write))
         assert calls == expected
         assert supervised(tokenizer, made[0].tokens.tolist(), made[0].mask.tolist()) == ["new<|im_end|>"] * 2
     assert not np.array_equal(read_documents(settings, tokenizer)[0].tokens, made[0].tokens)
@@ -300,15 +300,15 @@ def test_rewritten_turns_are_tokenised_and_cached(tmp_path: Path, tokenizer: Any
     with pytest.raises(
         ParityError, match="run.data.regenerate on .*record 0; found: keys input_ids, loss_mask"
     ):
-        read_documents(part("jsonl", tokens), tokenizer, rewrite=Rewrite(key="a", write=write))
+        read_documents(part("jsonl", tokens), tokenizer, rewrite=TurnRewriter(key="a", write=write))
 
 
 def test_responses_are_the_targets_own_greedy_text(tokenizer: Any) -> None:
-    from parity.model.target.load import TargetSpec, load
+    from parity.model.target.load import TargetSpec, load_target
 
-    target = load(TargetSpec(model=str(embedded.embedded("dense")), dtype="float32"))
+    target = load_target(TargetSpec(model=str(embedded.find_embedded_target("dense")), dtype="float32"))
     asked = [corpus.prompts(4)[n] + [{"role": "assistant", "content": "?"}] for n in range(4)]
-    made = chat.regenerate(target.model, tokenizer, asked, max_new_tokens=24, batch=3)
+    made = chat.regenerate_locally(target.model, tokenizer, asked, max_new_tokens=24, batch=3)
     for chat_, old in zip(made, asked, strict=True):
         assert chat_[-2] == old[-2] and [m["role"] for m in chat_] == [m["role"] for m in old]
         history = chat_[:-1]

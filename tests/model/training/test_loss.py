@@ -21,16 +21,16 @@ from parity.model.training.loss import (
     LossConfig,
     Objective,
     Reduction,
-    Teacher,
+    SlotWeighting,
+    TeacherStates,
     Uniform,
-    Weights,
     objective,
     slot_weights,
     teacher_labels,
 )
 
 TERMS = ["ce", "kl", "rkl", "js", "tv", "nla", "lk"]
-ALL_WEIGHTS: list[Weights] = [ExpDecay(gamma=2.0), Dpace(alpha=0.5), Uniform()]
+ALL_WEIGHTS: list[SlotWeighting] = [ExpDecay(gamma=2.0), Dpace(alpha=0.5), Uniform()]
 REDUCTIONS: list[Reduction] = ["weighted_mean", "mask_mean", "batch_mean"]
 A, B, V, D, STATES = 5, 4, 11, 6, 9
 
@@ -47,7 +47,7 @@ def make_batch(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> dict[s
         "head": torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype),
         "labels": torch.randint(V, (A, B), generator=generator),
         "supervised": supervised,
-        "teacher": Teacher(
+        "teacher": TeacherStates(
             states=torch.randn(STATES, D, generator=generator, dtype=torch.float64).to(dtype),
             index=torch.randint(STATES, (A, B), generator=generator),
             head=torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype),
@@ -78,7 +78,7 @@ def plain_term(name: str, q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
     return definitions[name]()
 
 
-def plain_weights(weights: Weights, supervised: Tensor, confidence: Tensor) -> Tensor:
+def plain_weights(weights: SlotWeighting, supervised: Tensor, confidence: Tensor) -> Tensor:
     """Slot weights with Python loops over blocks and slots."""
     out = torch.zeros_like(confidence)
     for a, k in product(range(len(out)), range(1, out.shape[1])):
@@ -119,7 +119,7 @@ MIXTURES = [{name: 1.0} for name in TERMS] + [{"ce": 0.3, "kl": 0.7}, {"tv": 2.0
 
 
 @pytest.mark.parametrize(("terms", "weights"), list(product(MIXTURES, ALL_WEIGHTS)), ids=str)
-def test_chunked_is_the_plain_objective(terms: dict[str, float], weights: Weights) -> None:
+def test_chunked_is_the_plain_objective(terms: dict[str, float], weights: SlotWeighting) -> None:
     """Loss and gradient, one block a chunk and all at once, for every reduction and two temperatures."""
     batch = make_batch()
     for reduction, temperature in product(REDUCTIONS, (1.0, 1.7)):
@@ -184,7 +184,7 @@ def test_term_by_hand(name: str) -> None:
     log3 = math.log(3)
     hidden = torch.tensor([[[0.0, 0.0], [log3, 0.0]]], dtype=torch.float64, requires_grad=True)
     eye = torch.eye(2, dtype=torch.float64)
-    teacher = Teacher(
+    teacher = TeacherStates(
         states=torch.tensor([[0.0, log3]], dtype=torch.float64), index=torch.zeros(1, 2).long(), head=eye
     )
     supervised, labels = torch.tensor([[True, True]]), torch.tensor([[0, 1]])
@@ -201,7 +201,7 @@ def test_term_by_hand(name: str) -> None:
 
 
 # supervised, q[label] -> weights of a block of four slots
-WEIGHTS_BY_HAND: list[tuple[Weights, list[int], list[float], list[float]]] = [
+WEIGHTS_BY_HAND: list[tuple[SlotWeighting, list[int], list[float], list[float]]] = [
     (Uniform(), [0, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]),
     (ExpDecay(gamma=4.0), [0, 1, 1, 1], [1, 1, 1, 1], [0, 1, math.exp(-1 / 4), math.exp(-2 / 4)]),
     (ExpDecay(gamma=4.0), [0, 1, 0, 1], [1, 1, 1, 1], [0, 1, 0, math.exp(-2 / 4)]),
@@ -216,7 +216,7 @@ WEIGHTS_BY_HAND: list[tuple[Weights, list[int], list[float], list[float]]] = [
 
 @pytest.mark.parametrize(("weights", "supervised", "confidence", "expected"), WEIGHTS_BY_HAND)
 def test_weights_by_hand(
-    weights: Weights, supervised: list[int], confidence: list[float], expected: list[float]
+    weights: SlotWeighting, supervised: list[int], confidence: list[float], expected: list[float]
 ) -> None:
     on = torch.tensor([supervised], dtype=torch.bool)
     found = slot_weights(weights, on, torch.tensor([confidence], dtype=torch.float64))
@@ -337,7 +337,7 @@ def test_bf16_states_are_compared_in_fp32(name: str) -> None:
     batch = make_batch(torch.bfloat16)
     teacher = batch["teacher"]
     near = batch["hidden"].detach().flatten(0, 1) * (1 + 2**-6)
-    batch["teacher"] = Teacher(states=near, index=torch.arange(A * B).view(A, B), head=batch["head"])
+    batch["teacher"] = TeacherStates(states=near, index=torch.arange(A * B).view(A, B), head=batch["head"])
     assert teacher.head.dtype == torch.bfloat16
     config = LossConfig(terms={name: 1.0}, weights=Uniform())
     found = run(batch, config).loss()
@@ -369,7 +369,7 @@ def test_no_tensor_is_larger_than_a_chunk(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(blocks, size, width, generator=generator, requires_grad=True)
     head, states = torch.randn(vocab, width), torch.randn(blocks * size, width)
-    teacher = Teacher(states=states, index=torch.arange(blocks * size).view(blocks, size), head=head)
+    teacher = TeacherStates(states=states, index=torch.arange(blocks * size).view(blocks, size), head=head)
     labels, supervised = torch.zeros(blocks, size).long(), torch.ones(blocks, size).bool()
     config = LossConfig(terms={name: 1.0}, weights=Dpace(alpha=0.5), chunk_slots=chunk)
     with Largest() as largest:  # type: ignore[no-untyped-call]

@@ -10,12 +10,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.recipe.config import Recipe, Training
+from parity.model.recipe.config import Recipe, TrainingFile
 from parity.model.recipe.presets import preset
 from parity.model.training.data import Batch, Document, make_batch, read_documents
 from parity.model.training.states import (
     OnlineStates,
-    Parts,
+    SharedModules,
     SpeculatorsStates,
     SyntheticTarget,
     TraceStates,
@@ -26,9 +26,9 @@ from parity.model.training.states import (
 
 
 @pytest.fixture(scope="module")
-def opened() -> tuple[Training, Parts, OnlineStates, list[Document]]:
+def opened() -> tuple[TrainingFile, SharedModules, OnlineStates, list[Document]]:
     """The embedded hybrid target with three short documents."""
-    training = preset("tiny").changed(
+    training = preset("tiny").with_values(
         {"run.data.documents": 3, "run.data.document_length": 80, "run.states.keep_mib": 0}
     )
     parts, source, tokenizer = open_target(training)
@@ -60,7 +60,7 @@ TAPS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 
 @pytest.mark.parametrize(("changes", "taps"), TAPS)
 def test_slices_of_a_recipe(changes: dict[str, Any], taps: tuple[str, ...]) -> None:
-    made = preset("tiny").changed({"recipe.conditioning.layers": [1, 5]} | changes)
+    made = preset("tiny").with_values({"recipe.conditioning.layers": [1, 5]} | changes)
     assert taps_of(made.recipe) == taps
 
 
@@ -87,7 +87,7 @@ def test_kept_states_are_the_same_and_bounded(opened: Any, batch: Batch, monkeyp
     keeping._room = size  # only the first document fits
     first = keeping(batch).states
     computed: list[int] = []
-    original = keeping._computed
+    original = keeping._compute_states
 
     def counted(ids: list[int]) -> Tensor:
         computed.append(len(ids))
@@ -175,19 +175,19 @@ def test_speculators_files_that_do_not_fit(opened: Any, batch: Batch, tmp_path: 
 
 
 def test_another_backend_than_the_recipes_is_refused(opened: Any, batch: Batch) -> None:
-    from parity.model.target.backends import parse
+    from parity.model.target.backends import parse_backend
 
     training, _, source, _ = opened
-    wrong = OnlineStates(training.recipe, source.target, parse("fla"))
+    wrong = OnlineStates(training.recipe, source.target, parse_backend("fla"))
     with pytest.raises(ParityError, match="recipe.target.backend: fla"):
         wrong(batch)
 
 
 def test_layers_are_checked_against_the_target() -> None:
     with pytest.raises(ParityError, match='synthetic:unit"; found: it has decoder layers 0 to 3'):
-        open_target(preset("unit").changed({"recipe.conditioning.layers": [1, 4]}))
+        open_target(preset("unit").with_values({"recipe.conditioning.layers": [1, 4]}))
     with pytest.raises(ParityError, match="the only one is synthetic:unit"):
-        open_target(preset("unit").changed({"recipe.target.model": "synthetic:big"}))
+        open_target(preset("unit").with_values({"recipe.target.model": "synthetic:big"}))
 
 
 def test_the_synthetic_target_is_causal_and_layered() -> None:

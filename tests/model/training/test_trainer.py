@@ -15,18 +15,18 @@ from torch import Tensor
 
 from parity.errors import ParityError
 from parity.model.dflash.step import StepOutput, draft_vocab, loss_config
-from parity.model.recipe.config import Training
+from parity.model.recipe.config import TrainingFile
 from parity.model.recipe.presets import preset
 from parity.model.training.build import open_trainer
-from parity.model.training.checkpoint import find, load_drafter
+from parity.model.training.checkpoint import find_checkpoint, load_drafter
 from parity.model.training.data import make_batch
 from parity.model.training.states import store
-from parity.model.training.trainer import Outcome, Trainer, rate
+from parity.model.training.trainer import RunEnd, Trainer, learning_rate_at
 
 ROOT = Path(__file__).resolve().parents[3]
-UNIT = preset("unit").changed({"run.data.validation_documents": 2})
+UNIT = preset("unit").with_values({"run.data.validation_documents": 2})
 DOUBLE = {"run.precision.weights": "float64", "recipe.target.dtype": "float64"}
-TINY = preset("tiny").changed(
+TINY = preset("tiny").with_values(
     {
         "run.data.regenerate": 0,
         "run.batch.rows": 1,
@@ -37,7 +37,7 @@ TINY = preset("tiny").changed(
 NOISE = {"recipe.noise": {"kind": "uniform", "std": 0.05}}
 
 
-def run(training: Training, out: Path | None = None, **options: Any) -> tuple[Trainer, Outcome]:
+def run(training: TrainingFile, out: Path | None = None, **options: Any) -> tuple[Trainer, RunEnd]:
     trainer = open_trainer(training, out=out)
     outcome = trainer.run(**options)
     trainer.close()
@@ -45,7 +45,7 @@ def run(training: Training, out: Path | None = None, **options: Any) -> tuple[Tr
 
 
 def one_step(changes: dict[str, Any], **options: Any) -> tuple[Trainer, StepOutput]:
-    trainer = open_trainer(UNIT.changed(changes))
+    trainer = open_trainer(UNIT.with_values(changes))
     batch = make_batch(trainer.feed.documents[:3], epoch=0)
     return trainer, trainer.step(batch, **options)
 
@@ -66,12 +66,12 @@ def test_a_step_returns_what_it_used() -> None:
     )  # N - 1 slices: the teacher's is not fed
     assert out.hidden.shape == (len(out.anchors), block.size, 64) and out.hidden.requires_grad
     assert out.teacher is not None and torch.equal(out.teacher.states, captured.states[:, 3])
-    anchors, slots = out.supervised.nonzero(as_tuple=True)
+    anchors, slots = out.supervision_mask.nonzero(as_tuple=True)
     logits = captured.states[out.anchors[anchors] + slots - 1, 3] @ out.head.T
     assert torch.equal(out.labels[anchors, slots], logits.argmax(-1))
-    assert not out.supervised[:, 0].any()
+    assert not out.supervision_mask[:, 0].any()
     gamma = trainer.training.recipe.loss.weights.gamma or 0
-    expected = torch.exp(-(torch.arange(block.size) - 1.0) / gamma) * out.supervised
+    expected = torch.exp(-(torch.arange(block.size) - 1.0) / gamma) * out.supervision_mask
     torch.testing.assert_close(out.weights(), expected)
     assert out.accuracy.shape == (block.size,)
 
@@ -113,7 +113,7 @@ def test_noise_has_the_declared_deviation(kind: str) -> None:
 
 
 def test_anchors_and_noise_do_not_depend_on_the_row() -> None:
-    trainer = open_trainer(UNIT.changed(NOISE))
+    trainer = open_trainer(UNIT.with_values(NOISE))
     first, second = trainer.feed.documents[:2]
     alone = trainer.step(make_batch([second], epoch=3))
     packed = trainer.step(make_batch([first, second], epoch=3))
@@ -150,7 +150,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=[" ".join(each) for each in VARIANTS])
 def test_every_healthy_variant_trains(changes: dict[str, Any]) -> None:
-    trainer, outcome = run(UNIT.changed(changes | {"run.optimizer.lr": 3e-3}), stop_after=3)
+    trainer, outcome = run(UNIT.with_values(changes | {"run.optimizer.lr": 3e-3}), stop_after=3)
     assert all(0 < loss < 100 for loss in outcome.losses)  # batch_mean sums over a sample's slots
     before = open_trainer(trainer.training).drafter.state_dict()
     moved = {n for n, value in trainer.drafter.state_dict().items() if not torch.equal(value, before[n])}
@@ -168,27 +168,27 @@ def test_a_reduced_vocabulary_keeps_the_most_frequent_tokens(tmp_path: Path) -> 
     import numpy as np
 
     trainer = open_trainer(UNIT)
-    recipe = UNIT.changed({"recipe.draft_vocab": {"size": 20}}).recipe
+    recipe = UNIT.with_values({"recipe.draft_vocab": {"size": 20}}).recipe
     made = draft_vocab(recipe, 80, trainer.feed.documents)
     assert made is not None and int(made.t2d.sum()) == 20
     np.save(tmp_path / "t2d.npy", made.t2d.numpy())
     np.save(tmp_path / "d2t.npy", made.d2t.numpy())
     files = {"size": 20, "t2d": str(tmp_path / "t2d.npy"), "d2t": str(tmp_path / "d2t.npy")}
-    read = draft_vocab(UNIT.changed({"recipe.draft_vocab": files}).recipe, 80, [])
+    read = draft_vocab(UNIT.with_values({"recipe.draft_vocab": files}).recipe, 80, [])
     assert read is not None and torch.equal(read.t2d, made.t2d) and torch.equal(read.d2t, made.d2t)
     with pytest.raises(ParityError, match="maps of 20 of 80"):
-        draft_vocab(UNIT.changed({"recipe.draft_vocab": files | {"size": 19}}).recipe, 80, [])
+        draft_vocab(UNIT.with_values({"recipe.draft_vocab": files | {"size": 19}}).recipe, 80, [])
     with pytest.raises(ParityError, match="a vocabulary map from .*none.npy"):
-        draft_vocab(UNIT.changed({"recipe.draft_vocab": files | {"t2d": "none.npy"}}).recipe, 80, [])
+        draft_vocab(UNIT.with_values({"recipe.draft_vocab": files | {"t2d": "none.npy"}}).recipe, 80, [])
     with pytest.raises(ParityError, match="the target has 80 tokens"):
-        draft_vocab(UNIT.changed({"recipe.draft_vocab": {"size": 81}}).recipe, 80, [])
+        draft_vocab(UNIT.with_values({"recipe.draft_vocab": {"size": 81}}).recipe, 80, [])
 
 
 def test_a_row_without_anchors_trains_nothing_but_runs() -> None:
     trainer = open_trainer(UNIT)
-    out = trainer.step(make_batch(trainer.feed.documents[:1], epoch=0).muted())
+    out = trainer.step(make_batch(trainer.feed.documents[:1], epoch=0).without_supervision())
     out.objective.numerator.backward()
-    assert out.loss.item() == 0 and not out.supervised.any()
+    assert out.loss.item() == 0 and not out.supervision_mask.any()
     assert all(p.grad is not None and not p.grad.any() for p in trainer.parameters.values())
 
 
@@ -196,15 +196,17 @@ def test_a_frozen_part_that_does_not_exist_is_refused() -> None:
     with pytest.raises(
         ParityError, match="recipe.frozen: fcc; found: no such part of the drafter\ndo this: did"
     ):
-        open_trainer(UNIT.changed({"recipe.frozen": ["embed_tokens", "lm_head", "fcc"]}))
+        open_trainer(UNIT.with_values({"recipe.frozen": ["embed_tokens", "lm_head", "fcc"]}))
 
 
 def test_learning_rate() -> None:
-    schedule = UNIT.changed({"run.schedule": {"steps": 100, "warmup": 0.1, "min_ratio": 0.1}}).run.schedule
-    rates = [rate(schedule, 1.0, step, 100) for step in range(100)]
+    schedule = UNIT.with_values(
+        {"run.schedule": {"steps": 100, "warmup": 0.1, "min_ratio": 0.1}}
+    ).run.schedule
+    rates = [learning_rate_at(schedule, 1.0, step, 100) for step in range(100)]
     assert rates[0] == 0.1 and rates[9] == 1.0 and rates[10] == 1.0
     assert abs(rates[55] - 0.55) < 1e-9 and rates == [*rates[:10], *sorted(rates[10:], reverse=True)]
-    assert abs(rate(schedule, 1.0, 100, 100) - 0.1) < 1e-12
+    assert abs(learning_rate_at(schedule, 1.0, 100, 100) - 0.1) < 1e-12
 
 
 # --- the same run, however it is cut --------------------------------------------------------------------
@@ -212,7 +214,7 @@ def test_learning_rate() -> None:
 
 @pytest.mark.parametrize("changes", [{}, NOISE, {"run.batch": {"rows": 3, "accumulate": 2}}], ids=str)
 def test_an_interrupted_run_is_the_same_run(changes: dict[str, Any], tmp_path: Path) -> None:
-    training = UNIT.changed({"run.schedule.steps": 20} | changes)
+    training = UNIT.with_values({"run.schedule.steps": 20} | changes)
     whole, expected = run(training)
     _, first = run(training, tmp_path / "run", stop_after=7)
     torch.manual_seed(99)  # a global generator in another state must not matter
@@ -227,13 +229,13 @@ def test_the_same_offline(tmp_path: Path) -> None:
     """Embedded hybrid target: online states, then the same from a trace, interrupted."""
     small = {"run.data.documents": 6, "run.data.document_length": 80, "run.data.length": 160}
     more = {"run.data.validation_documents": 0, "recipe.block.anchors": 4, "run.schedule.steps": 4}
-    online = TINY.changed(small | more)
+    online = TINY.with_values(small | more)
     trainer, expected = run(online)
     assert trainer.parts.target is not None
     backend: Any = trainer.source
     store(trainer.parts.target, backend.backend, trainer.feed.documents, tmp_path / "trace", online.recipe)
     states = {"kind": "trace", "path": str(tmp_path / "trace")}
-    offline = online.changed({"run.states": states})
+    offline = online.with_values({"run.states": states})
     _, first = run(offline, tmp_path / "run", stop_after=2)
     resumed, rest = run(offline, tmp_path / "run")
     assert first.losses + rest.losses == expected.losses
@@ -253,7 +255,7 @@ def test_accumulation_is_one_large_batch(changes: dict[str, Any]) -> None:
     made = []
     for accumulate in (1, 4):
         batch = {"run.batch": {"rows": 4, "accumulate": accumulate}}
-        trainer, outcome = run(UNIT.changed(DOUBLE | NOISE | changes | batch), stop_after=4)
+        trainer, outcome = run(UNIT.with_values(DOUBLE | NOISE | changes | batch), stop_after=4)
         made.append((trainer, outcome.losses))
     (one, losses), (four, split_losses) = made
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(split_losses), atol=1e-10, rtol=0)
@@ -266,7 +268,7 @@ def test_another_training_file_is_not_gone_on_with(tmp_path: Path) -> None:
     with pytest.raises(
         ParityError, match="it was trained with run.seed: 0, not 1\ndo this: repeat the settings"
     ):
-        open_trainer(UNIT.changed({"run.seed": 1}), out=tmp_path)
+        open_trainer(UNIT.with_values({"run.seed": 1}), out=tmp_path)
 
 
 class Watcher:
@@ -301,7 +303,7 @@ def test_a_signal_saves_and_the_run_goes_on(number: signal.Signals, tmp_path: Pa
     trainer = open_trainer(UNIT, out=tmp_path, observers=[watcher])
     stopped = trainer.run()
     trainer.close()
-    assert stopped.interrupted and stopped.step == 3 and find(tmp_path).name == "step-00000003"
+    assert stopped.interrupted and stopped.step == 3 and find_checkpoint(tmp_path).name == "step-00000003"
     assert signal.getsignal(number) is before
     _, rest = run(UNIT, tmp_path)
     assert stopped.losses + rest.losses == expected.losses
@@ -329,7 +331,7 @@ def test_kill_9_during_training_loses_only_steps_since_the_last_save(tmp_path: P
     _, expected = run(UNIT)
     done = script(KILLED, str(tmp_path))
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
-    assert find(tmp_path).name == "step-00000004"
+    assert find_checkpoint(tmp_path).name == "step-00000004"
     _, rest = run(UNIT, tmp_path)
     assert rest.losses == expected.losses[4:]
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
@@ -360,26 +362,26 @@ distributed.leave(together=True)
 """
 
 
-def SHARED_RUNS(folder: Path) -> list[tuple[str, Training, int | None]]:
+def SHARED_RUNS(folder: Path) -> list[tuple[str, TrainingFile, int | None]]:
     """(folder/part, training, stop after): double over 50 steps, single over 10, each shared in both ways; what was
     interrupted, with states made online and read from files."""
-    double = UNIT.changed(
+    double = UNIT.with_values(
         DOUBLE | NOISE | {"run.batch": {"rows": 3, "accumulate": 2}, "run.schedule.steps": 50}
     )
-    single = UNIT.changed({"run.batch": {"rows": 4, "accumulate": 1}, "run.schedule.steps": 10})
+    single = UNIT.with_values({"run.batch": {"rows": 4, "accumulate": 1}, "run.schedule.steps": 10})
     files = {"run.states": {"kind": "speculators", "path": str(folder / "states")}}
     more = {"run.batch.rows": 3, "run.schedule.steps": 8, "run.data.validation_documents": 0}
-    offline = UNIT.changed(files | more)
-    runs: list[tuple[str, Training, int | None]] = []
+    offline = UNIT.with_values(files | more)
+    runs: list[tuple[str, TrainingFile, int | None]] = []
     for kind in ("ddp", "fsdp2"):
-        shared = double.changed({"run.parallel": kind})
+        shared = double.with_values({"run.parallel": kind})
         runs += [
             (f"{kind}-double/all", shared, None),
             (f"{kind}-cut/1", shared, 20),
             (f"{kind}-cut/2", shared, None),
         ]
-        runs.append((f"{kind}-single/all", single.changed({"run.parallel": kind}), None))
-        shared = offline.changed({"run.parallel": kind})
+        runs.append((f"{kind}-single/all", single.with_values({"run.parallel": kind}), None))
+        shared = offline.with_values({"run.parallel": kind})
         for name, stop in (("offline/all", None), ("offline-cut/1", 3), ("offline-cut/2", None)):
             runs.append((f"{kind}-{name}", shared, stop))
     return runs
@@ -390,7 +392,7 @@ def write_states(folder: Path) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir()
-    trainer = open_trainer(UNIT.changed({"recipe.teacher.norm": "pre"}))
+    trainer = open_trainer(UNIT.with_values({"recipe.teacher.norm": "pre"}))
     for document in trainer.feed.documents:
         batch = make_batch([document], epoch=0)
         made = {"token_ids": batch.tokens, "hidden_states": trainer.source(batch).states}
@@ -441,22 +443,22 @@ def test_validation_is_the_same_every_time_and_the_best_is_kept(tmp_path: Path) 
     trainer.close()
     validations = {r["step"]: r["loss"] for r in outcome.records if r["event"] == "validation"}
     best = min(validations, key=lambda step: validations[step])
-    assert find(tmp_path, "best").name == f"step-{best:08d}" and sorted(validations) == [4, 8]
+    assert find_checkpoint(tmp_path, "best").name == f"step-{best:08d}" and sorted(validations) == [4, 8]
 
 
 def test_tau_is_measured_against_the_targets_own_text() -> None:
     small = {"run.data.documents": 4, "run.data.length": 192, "run.save.tau_prompts": 2}
-    trainer = open_trainer(TINY.changed(small | {"run.data.validation_documents": 2}))
+    trainer = open_trainer(TINY.with_values(small | {"run.data.validation_documents": 2}))
     tau = trainer.evaluate()["tau"]
     assert 1 <= tau < 2  # nothing learned yet
     assert trainer.evaluate()["tau"] == tau
     with pytest.raises(ParityError, match="run.save.tau_prompts: 2; found: no target in this process"):
-        open_trainer(UNIT.changed({"run.save.tau_prompts": 2}))
+        open_trainer(UNIT.with_values({"run.save.tau_prompts": 2}))
 
 
 def test_a_run_on_regenerated_responses(tmp_path: Path) -> None:
     small = {"run.data.documents": 3, "run.data.length": 192, "run.data.validation_documents": 1}
-    training = TINY.changed(small | {"run.data.regenerate": 24})
+    training = TINY.with_values(small | {"run.data.regenerate": 24})
     said: list[str] = []
     trainer = open_trainer(training, out=tmp_path, say=said.append)
     trainer.close()
@@ -468,20 +470,22 @@ def test_a_run_on_regenerated_responses(tmp_path: Path) -> None:
         batch = make_batch([document], epoch=0)
         out = again.step(batch)
         agree = out.labels == out.blocks.labels
-        assert agree[out.supervised].float().mean() > 0.9  # but for ties and what the old history led to
+        assert (
+            agree[out.supervision_mask].float().mean() > 0.9
+        )  # but for ties and what the old history led to
     with pytest.raises(ParityError, match="run.data.regenerate: 4; found: no target in this process"):
-        open_trainer(UNIT.changed({"run.data.regenerate": 4}))
+        open_trainer(UNIT.with_values({"run.data.regenerate": 4}))
 
 
 def test_without_tensorboard_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # as where it is not installed
     with pytest.raises(ParityError, match="run.save.tensorboard: true; found: no tensorboard"):
-        open_trainer(UNIT.changed({"run.save.tensorboard": True}), out=tmp_path)
+        open_trainer(UNIT.with_values({"run.save.tensorboard": True}), out=tmp_path)
 
 
 def test_tensorboard_shows_the_log(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    run(UNIT.changed({"run.save.tensorboard": True}), tmp_path, stop_after=4)
+    run(UNIT.with_values({"run.save.tensorboard": True}), tmp_path, stop_after=4)
     events = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     for event, steps in (("step", [1, 2, 3, 4]), ("validation", [4])):
@@ -508,6 +512,6 @@ def test_the_loss_configuration_is_the_recipes() -> None:
 
 def test_tiny_learns_in_a_few_steps(tmp_path: Path) -> None:
     small = {"run.data.documents": 16, "run.data.length": 384, "run.data.validation_documents": 0}
-    _, outcome = run(TINY.changed(small), tmp_path, stop_after=6)
+    _, outcome = run(TINY.with_values(small), tmp_path, stop_after=6)
     assert len(outcome.losses) == 6 and outcome.losses[-1] < outcome.losses[0] / 2
     assert load_drafter(tmp_path)[0].config.block_size == 8

@@ -86,7 +86,7 @@ def test_an_embedded_target_goes_by_its_name(tmp_path: Path) -> None:
     """As in a training file; a name that none has is a message, not a question to the hub."""
     file = tmp_path / "p.txt"
     file.write_text("Compute 12 + 30.\n")
-    for name, model in (("name", "embedded:dense"), ("path", str(embedded.embedded("dense")))):
+    for name, model in (("name", "embedded:dense"), ("path", str(embedded.find_embedded_target("dense")))):
         capture_to(tmp_path / name, model=model, prompts=file, dtype="float32")
     named, given = (Trace.open(tmp_path / name) for name in ("name", "path"))
     assert named.manifest.target == given.manifest.target

@@ -11,12 +11,12 @@ import torch
 
 import parity.capturing.graft
 from parity.capturing.client import Worker
-from parity.capturing.graft import Grafts, bisect
+from parity.capturing.graft import LayerRunner, bisect
 from parity.comparison.tolerance import TapFloor, judge_tap
 from parity.errors import NothingComparable, ParityError
-from parity.model.target.backends import parse
+from parity.model.target.backends import parse_backend
 from parity.model.target.capture import capture
-from parity.model.target.load import Target, TargetSpec, forward, load
+from parity.model.target.load import Target, TargetSpec, forward, load_target
 from parity.tracing.trace import Trace
 
 LAYERS = 24
@@ -57,13 +57,13 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def traced(target: Target, folder: Path, **options: Any) -> Trace:
     request = {"id": "r", "token_ids": IDS, "origin": "given", "prompt_tokens": len(IDS), "token_texts": []}
-    capture(target, [request], folder, backend=parse("torch"), fingerprint=folder.name, **options)
+    capture(target, [request], folder, backend=parse_backend("torch"), fingerprint=folder.name, **options)
     return Trace.open(folder)
 
 
 @pytest.fixture(scope="module")
 def reference(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    return traced(load(TargetSpec(model=str(deep))), tmp_path_factory.mktemp("trace") / "b")
+    return traced(load_target(TargetSpec(model=str(deep))), tmp_path_factory.mktemp("trace") / "b")
 
 
 def gate_one_percent(layer: Any) -> torch.Tensor:
@@ -93,13 +93,13 @@ def planted(target: Target, *places: tuple[int, Callable[[Any], torch.Tensor]]) 
 
 
 @pytest.fixture(scope="module")
-def grafts(deep: Path) -> Iterator[Grafts]:
-    with Grafts(load(TargetSpec(model=str(deep))), parse("torch")) as made:
+def grafts(deep: Path) -> Iterator[LayerRunner]:
+    with LayerRunner(load_target(TargetSpec(model=str(deep))), parse_backend("torch")) as made:
         yield made
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_a_fault_in_each_layer_in_turn(layer: int, grafts: Grafts, reference: Trace) -> None:
+def test_a_fault_in_each_layer_in_turn(layer: int, grafts: LayerRunner, reference: Trace) -> None:
     with planted(grafts.target, (layer, gate_one_percent if layer % 2 else mixer)):
         found = bisect(grafts, reference)
     assert found.layers == (layer,) and found.spread == () and found.proof.valid
@@ -110,7 +110,7 @@ def test_a_fault_in_each_layer_in_turn(layer: int, grafts: Grafts, reference: Tr
     assert finding.outcome == "fail" and finding.sentence.startswith(f"error is added by layer {layer}")
 
 
-def test_several_faults_are_named_one_by_one(grafts: Grafts, reference: Trace) -> None:
+def test_several_faults_are_named_one_by_one(grafts: LayerRunner, reference: Trace) -> None:
     places = [(4, mixer), (5, gate_one_percent), (17, mixer), (23, gate_one_percent)]
     with planted(grafts.target, *places):
         found = bisect(grafts, reference)
@@ -119,40 +119,40 @@ def test_several_faults_are_named_one_by_one(grafts: Grafts, reference: Trace) -
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode", "blocks:16"])
-def test_health_is_not_blamed(mode: str, deep: Path, grafts: Grafts, tmp_path: Path) -> None:
+def test_health_is_not_blamed(mode: str, deep: Path, grafts: LayerRunner, tmp_path: Path) -> None:
     """Against the same model computed in another order of sums."""
-    other = traced(load(TargetSpec(model=str(deep))), tmp_path / "t", mode=mode)
+    other = traced(load_target(TargetSpec(model=str(deep))), tmp_path / "t", mode=mode)
     found = bisect(grafts, other)
     assert found.layers == () and found.spread == () and len(found.steps) == 1
     assert (found.steps[0].judgement.worst == 0) == (mode == "prefill")
     assert found.finding("graft").outcome == "pass"
 
 
-def test_a_graft_is_the_rest_of_the_model(grafts: Grafts, reference: Trace) -> None:
+def test_a_graft_is_the_rest_of_the_model(grafts: LayerRunner, reference: Trace) -> None:
     """Put in its own state, a target computes what it would have computed, bit by bit, and is left as it was."""
-    taps = forward(grafts.target, IDS, backend=parse("torch")).taps
+    taps = forward(grafts.target, IDS, backend=parse_backend("torch")).taps
     for start, stop in ((0, LAYERS), (1, 2), (9, 20), (LAYERS - 1, LAYERS)):
         state = taps[f"layer.{start - 1}.out"] if start else taps["embed.out"]
         assert torch.equal(grafts.run(IDS, state, start, stop), taps[f"layer.{stop - 1}.out"])
-    again = forward(grafts.target, IDS, backend=parse("torch")).taps
+    again = forward(grafts.target, IDS, backend=parse_backend("torch")).taps
     assert all(torch.equal(taps[name], again[name]) for name in taps)
     assert not any("forward" in vars(layer) for layer in grafts.target.layers)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo_hybrid", "qwen3_next"])
 def test_other_families(family: str, models: dict[str, Path], tmp_path: Path) -> None:
-    target = load(TargetSpec(model=str(models[family])))
+    target = load_target(TargetSpec(model=str(models[family])))
     trace, last = traced(target, tmp_path / "t"), len(target.layers) - 1
-    with Grafts(target, parse("torch")) as made:
+    with LayerRunner(target, parse_backend("torch")) as made:
         assert bisect(made, trace).layers == ()
         with planted(target, (last, gate_one_percent if family != "qwen3_next" else mixer)):
             assert bisect(made, trace).layers == (last,)
 
 
-def test_few_states_give_a_range(deep: Path, grafts: Grafts, tmp_path: Path) -> None:
+def test_few_states_give_a_range(deep: Path, grafts: LayerRunner, tmp_path: Path) -> None:
     """A reference that holds three states only: the fault lies between two of them, and no layer is accused."""
     taps = ["embed.out", "layer.7.out", "layer.15.out", "layer.23.out"]
-    sparse = traced(load(TargetSpec(model=str(deep))), tmp_path / "t", taps=taps)
+    sparse = traced(load_target(TargetSpec(model=str(deep))), tmp_path / "t", taps=taps)
     with planted(grafts.target, (10, mixer)):
         found = bisect(grafts, sparse)
     assert found.layers == () and found.spread == () and found.unseen == ((8, 15),)
@@ -162,7 +162,7 @@ def test_few_states_give_a_range(deep: Path, grafts: Grafts, tmp_path: Path) -> 
 
 
 def test_error_that_no_layer_adds_alone(
-    grafts: Grafts, reference: Trace, monkeypatch: pytest.MonkeyPatch
+    grafts: LayerRunner, reference: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Faults too small for one layer's floor, in neighbours: the range is named, and none of its layers."""
     judge = judge_tap
@@ -192,14 +192,14 @@ def test_in_a_worker(deep: Path, reference: Trace) -> None:
 
 
 def test_refusals(
-    grafts: Grafts, deep: Path, models: dict[str, Path], reference: Trace, tmp_path: Path
+    grafts: LayerRunner, deep: Path, models: dict[str, Path], reference: Trace, tmp_path: Path
 ) -> None:
     with pytest.raises(ParityError, match="the judge itself"):
-        Grafts(grafts.target, parse("golden"))
-    other = traced(load(TargetSpec(model=str(models["qwen3_5"]))), tmp_path / "small")
+        LayerRunner(grafts.target, parse_backend("golden"))
+    other = traced(load_target(TargetSpec(model=str(models["qwen3_5"]))), tmp_path / "small")
     with pytest.raises(ParityError, match="4 layers against 24"):
         bisect(grafts, other)
-    bare = traced(load(TargetSpec(model=str(deep))), tmp_path / "bare", taps=["layer.3.out"])
+    bare = traced(load_target(TargetSpec(model=str(deep))), tmp_path / "bare", taps=["layer.3.out"])
     with pytest.raises(ParityError, match="capture it with --taps states"):
         bisect(grafts, bare)
     empty = Trace(reference.path, reference.manifest.model_copy(update={"requests": ()}))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from parity.capturing.client import capture_to
-from parity.model.tiny.embedded import embedded
+from parity.model.tiny.embedded import find_embedded_target
 from parity.tracing.trace import Trace
 
 QUESTIONS = ("sort 4 2 9", "add 25+38")
@@ -58,7 +58,7 @@ def greedy(question: str, new_tokens: int) -> str:
     """The target's own answer, in this process."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = embedded("hybrid")
+    folder = find_embedded_target("hybrid")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     asked = [{"role": "user", "content": question}]
@@ -73,7 +73,7 @@ def test_traces_cover_what_is_served(server: str, tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
     prompts.write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages))
-    model = str(embedded("hybrid"))
+    model = str(find_embedded_target("hybrid"))
     result = capture_to(
         tmp_path / "t",
         model=model,

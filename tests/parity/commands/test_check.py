@@ -201,7 +201,7 @@ def test_probe_that_breaks_is_an_error_and_the_others_go_on() -> None:
         def run(self, _: object) -> None:
             raise ZeroDivisionError("oh")
 
-    answer = check._ask(Broken(), None)  # type: ignore[arg-type]
+    answer = check._run_probe(Broken(), None)  # type: ignore[arg-type]
     assert answer.findings[0].outcome == "error" and "ZeroDivisionError: oh" in answer.findings[0].sentence
 
 
@@ -222,7 +222,9 @@ def test_suspicions(outcomes: list[str], verdict: str) -> None:
         Finding(name=f"golden.{i}", outcome=outcome, sentence="s", next_step="n")  # type: ignore[arg-type]
         for i, outcome in enumerate(outcomes)
     ]
-    answer = next(s for s in check.suspicions(findings) if s.name == "torch's fallback itself is wrong")
+    answer = next(
+        s for s in check.summarise_suspicions(findings) if s.name == "torch's fallback itself is wrong"
+    )
     assert answer.verdict == verdict
 
 

@@ -16,18 +16,18 @@ from parity.commands.convert import export, import_
 from parity.commands.evaluate import _Measured, _Row, _slots, evaluate
 from parity.commands.train import _validation
 from parity.errors import ParityError
-from parity.model.dflash.decode import Cycle, DecodeConfig, Decoded
+from parity.model.dflash.decode import Cycle, DecodeConfig, DecodeResult
 from parity.model.dflash.step import new_drafter
-from parity.model.recipe.config import dump, load
+from parity.model.recipe.config import dump, load_training_file
 from parity.model.recipe.presets import preset
-from parity.model.training.checkpoint import Checkpoints, find, load_drafter
+from parity.model.training.checkpoint import Checkpoints, find_checkpoint, load_drafter
 from parity.model.training.trainer import Trainer
 from parity.reports import schema
 from parity.reports.record import Report
 from tests.parity.conftest import unwrapped
 
 Run = Callable[..., tuple[int, str, str]]
-LEARNED = preset("unit").changed(
+LEARNED = preset("unit").with_values(
     {
         "run.optimizer.lr": 8e-3,
         "run.schedule.steps": 150,
@@ -37,7 +37,7 @@ LEARNED = preset("unit").changed(
 )
 """Enough for some drafts to be accepted; two seconds."""
 SMALL = ["--max-prompts", "6", "--new-tokens", "32"]
-SHORT = preset("unit").changed({"run.data.validation_documents": 2})
+SHORT = preset("unit").with_values({"run.data.validation_documents": 2})
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_train_and_again(tmp_path: Path, command: Run) -> None:
     assert code == 0 and is_plain(text) and text.startswith("PASS     step 8 of 8"), text
     assert "training preset unit: 74,176 parameters, 8 steps, 32 documents\n" in err
     assert err.count("\nstep ") == 10 and "tokens/s" in err and "step 4/8 validation loss" in err
-    report = schema.read(out / "report.json")
+    report = schema.read_report(out / "report.json")
     assert report.kind == "train" and outcomes(report) == {
         "train.schedule": "pass",
         "train.validation": "pass",
@@ -115,7 +115,7 @@ def test_train_and_again(tmp_path: Path, command: Run) -> None:
 def test_stopping_early_is_a_warning(tmp_path: Path, command: Run) -> None:
     code, text, _ = command("train", "--preset", "unit", "--out", tmp_path / "run", "--stop-after", 3)
     assert code == 0 and text.startswith("WARN     step 3 of 8") and "run the same command again" in text
-    assert outcomes(schema.read(tmp_path / "run" / "report.json")) == {
+    assert outcomes(schema.read_report(tmp_path / "run" / "report.json")) == {
         "train.schedule": "warn",
         "train.validation": "skipped",
     }
@@ -142,7 +142,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     code, text, err = command(*line, tmp_path / "run")
     assert code == 0 and "going on at step 3" in err
     whole, cut = (
-        [row[:2] for row in schema.read(tmp_path / name / "report.json").table("train.steps").rows]
+        [row[:2] for row in schema.read_report(tmp_path / name / "report.json").table("train.steps").rows]
         for name in ("whole", "run")
     )
     assert whole == cut  # losses bit for bit
@@ -182,7 +182,7 @@ def test_what_validation_says(losses: list[float], outcome: str) -> None:
 def test_eval_is_the_loop(trained: Path, ends: Report, tmp_path: Path, command: Run) -> None:
     code, text, err = command("eval", trained, *SMALL, "--out", tmp_path / "report")
     assert (code, err) == (0, "") and is_plain(text)
-    report = schema.read(tmp_path / "report" / "report.json")
+    report = schema.read_report(tmp_path / "report" / "report.json")
     assert outcomes(report) == {
         "eval.tau": "pass",
         "eval.dispatch": "skipped",
@@ -216,7 +216,7 @@ def test_eval_takes_prompts(trained: Path, tmp_path: Path, command: Run) -> None
     ]
     file.write_text("\n".join(map(json.dumps, lines)))
     command("eval", trained, "--prompts", file, "--new-tokens", 12, "--out", tmp_path / "report")
-    rows = schema.read(tmp_path / "report" / "report.json").table("eval.prompts").rows
+    rows = schema.read_report(tmp_path / "report" / "report.json").table("eval.prompts").rows
     assert [row[0] for row in rows] == ["ids", "text", "chat"]
     assert rows[0][1] == 3 and all(row[2] == 12 for row in rows)
     file.write_text('{"token_ids": [999]}')
@@ -265,7 +265,7 @@ def test_slots_by_hand() -> None:
     """Three cycles: two of three drafted slots matched, none of three, one of one."""
     made = ((3, 2, 3), (3, 0, 1), (1, 1, 2))
     cycles = tuple(Cycle(drafted=d, matched=m, accepted=a) for d, m, a in made)
-    result = Decoded(prompt=(1,), tokens=(2,) * 7, cycles=cycles)
+    result = DecodeResult(prompt=(1,), tokens=(2,) * 7, cycles=cycles)
     rows = [_Row(name="a", ids=(1,))]
     config = DecodeConfig(layers=(0,))
     measured = _Measured(rows=rows, config=config, dtype="float32", backend="torch", loop=[result])
@@ -277,7 +277,7 @@ def test_who_computed_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     from parity.model.training import checkpoint
     from parity.model.training.states import open_target
 
-    training = preset("tiny").changed({"run.data.regenerate": 0, "run.save.tau_prompts": 0})
+    training = preset("tiny").with_values({"run.data.regenerate": 0, "run.save.tau_prompts": 0})
     parts, _, _ = open_target(training)
     drafter = new_drafter(training, parts)
     store = Checkpoints(tmp_path)
@@ -289,7 +289,7 @@ def test_who_computed_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (dispatch,) = (f for f in report.findings if f.name == "eval.dispatch")
     assert dispatch.outcome == "pass" and "conv: torch; delta: torch" in dispatch.sentence
     assert outcomes(report)["eval.lossless"] == outcomes(report)["eval.offline"] == "pass"
-    wrong = training.changed({"recipe.target.backend": "fla"})
+    wrong = training.with_values({"recipe.target.backend": "fla"})
     monkeypatch.setattr(checkpoint, "load_drafter", lambda path: (drafter, wrong))
     monkeypatch.setattr("parity.model.training.states.isolate", lambda backend: ())
     report = evaluate(tmp_path, prompts=file, new_tokens=6)
@@ -328,7 +328,7 @@ def test_there_and_back(
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
     again = evaluate(tmp_path / "ours", max_prompts=6, new_tokens=32)
     assert again.tables == ends.tables
-    assert training == load(tmp_path / "ours" / "training.yaml")
+    assert training == load_training_file(tmp_path / "ours" / "training.yaml")
     fresh = parity.train(recipe, out=tmp_path / "fresh", stop_after=1).report
     further = parity.train(tmp_path / "ours" / "training.yaml", out=tmp_path / "ours", stop_after=1)
     losses = [float(report.table("train.steps").rows[0][1] or 0) for report in (fresh, further.report)]
@@ -336,7 +336,7 @@ def test_there_and_back(
 
 
 def test_a_reduced_vocabulary_there_and_back(tmp_path: Path, command: Run) -> None:
-    training = SHORT.changed({"recipe.draft_vocab": {"size": 40}, "run.schedule.steps": 2})
+    training = SHORT.with_values({"recipe.draft_vocab": {"size": 40}, "run.schedule.steps": 2})
     parity.train(training, out=tmp_path / "run")
     code, text, err = command("export", tmp_path / "run", "--to", "zlab", "--out", tmp_path / "z")
     assert (code, text) == (2, "") and is_two_lines(err) and "reduced draft vocabulary" in err
@@ -375,7 +375,11 @@ def test_an_ambiguous_import_asks(trained: Path, tmp_path: Path, command: Run) -
     code, text, _ = command(*line, "--answer", "block_size=4", "--answer", "layers=(0, 1, 2)")
     assert code == 0 and "block 4 (drafts 3)" in text
     code, _, err = command(*line, "--answer", "block_size=4")
-    assert code == 2 and "something is there" in err and find(tmp_path / "ours").name == "step-00000000"
+    assert (
+        code == 2
+        and "something is there" in err
+        and find_checkpoint(tmp_path / "ours").name == "step-00000000"
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ import typer
 from parity.cli import main as cli
 from parity.cli.compare import compare as command
 from parity.cli.output import report_folder, save_report
-from parity.commands.compare import compared, reported
-from parity.comparison.report import BLIND
+from parity.commands.compare import compare_sides, report_sides
+from parity.comparison.report import COARSE_DTYPE_NOTE
 from parity.comparison.tolerance import Policy, TapLimits
 from parity.comparison.traces import compare_traces
 from parity.diagnosis.report import comparison_report, diagnosed_tables_and_findings
 from parity.errors import ParityError
-from parity.gating.conformance import save as save_statement
-from parity.gating.environment import report_of as env_report
+from parity.gating.conformance import save_conformance as save_statement
+from parity.gating.environment import environment_report as env_report
 from parity.gating.environment import side_of_manifest
 from parity.reports import schema, to_text
 from parity.reports.record import Conformance, Finding, Report, Statement
@@ -89,7 +89,7 @@ def test_equal_in_float32_rules_everything_out(write_trace: WriteTrace) -> None:
 def test_a_pass_in_bf16_never_rules_out_a_semantic_fault(write_trace: WriteTrace) -> None:
     found = report(write_trace, taps(torch.bfloat16, noise=0.004), taps(torch.bfloat16))
     assert found.outcome == "pass"
-    assert BLIND.format("bfloat16") in finding(found, "gate").sentence
+    assert COARSE_DTYPE_NOTE.format("bfloat16") in finding(found, "gate").sentence
     assert verdicts(found) == {TOKENS: "ruled out", ROUNDING: "ruled out", FUNCTIONS: "not tested"}
 
 
@@ -231,7 +231,7 @@ def test_command_writes_reports_and_exits(
     with pytest.raises(typer.Exit) as stop:
         command(tmp_path / "a", tmp_path / "b", out=tmp_path / "out")
     assert stop.value.exit_code == code
-    saved = schema.read(tmp_path / "out" / "report.json")
+    saved = schema.read_report(tmp_path / "out" / "report.json")
     assert saved.outcome == ("fail" if code else "pass")
     assert (tmp_path / "out" / "report.html").is_file() and not list((tmp_path / "out").glob("*.writing"))
     assert "compare.gate" in capsys.readouterr().out
@@ -361,7 +361,7 @@ def in_environments(
     """The report of two equal traces, or of `states` against those, from two machines."""
     left = write_trace("a", {"r0": states or taps()}, environment=a)
     right = write_trace("b", {"r0": taps()}, environment=b)
-    return reported(*compared(left, right), "test")
+    return report_sides(*compare_sides(left, right), "test")
 
 
 def test_environments_are_told_apart_beside_a_failure(write_trace: WriteTrace) -> None:
@@ -409,5 +409,5 @@ def test_environments_alone_are_no_pass(write_trace: WriteTrace) -> None:
     flat = {"layer.0.out": torch.ones(4, 8)}
     left = write_trace("a", {"r0": flat}, environment=MACHINE)
     right = write_trace("b", {"r0": flat}, environment=MACHINE)
-    found = reported(*compared(left, right), "test")
+    found = report_sides(*compare_sides(left, right), "test")
     assert found.outcome == "skipped" and finding(found, "environment").outcome == "skipped"

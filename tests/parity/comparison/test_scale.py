@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from parity.tracing.trace import SCHEMA, BackendProof, Manifest, RequestEntry, TargetIdentity, Trace
+from parity.tracing.trace import TRACE_SCHEMA, BackendProof, Manifest, RequestEntry, TargetIdentity, Trace
 from tests.parity.conftest import tap_info
 
 LIMIT_MIB = 512
@@ -65,7 +65,7 @@ def repeated_trace(folder: Path, shard: Path, requests: int, odd: tuple[int, Pat
             )
         )
     manifest = Manifest(
-        schema=SCHEMA,
+        schema=TRACE_SCHEMA,
         created="2026-01-01T00:00:00Z",
         target=TargetIdentity(
             name="scale",

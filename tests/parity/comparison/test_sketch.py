@@ -12,9 +12,9 @@ from parity.commands.compare import compare
 from parity.comparison.sketch import SketchRows, SketchTrace, open_trace, sketch_sides, sketch_stats
 from parity.comparison.traces import compare_traces
 from parity.errors import ParityError
-from parity.model.target.backends import parse
+from parity.model.target.backends import parse_backend
 from parity.model.target.capture import capture
-from parity.model.target.load import TargetSpec, load
+from parity.model.target.load import TargetSpec, load_target
 from parity.model.target.sketching import DIMS, RESOLUTION, SEED, signs, sketch
 from parity.tracing.trace import SKETCH_SCHEMA, SketchInfo, Trace, TraceWriter
 
@@ -195,13 +195,13 @@ def test_a_capture_writes_sketches(hybrid_bf16: Path, tmp_path: Path) -> None:
         }
         for n in (3, 5)
     ]
-    target = load(TargetSpec(model=str(hybrid_bf16)))
+    target = load_target(TargetSpec(model=str(hybrid_bf16)))
     for name in ("full", "sketch"):
         capture(
             target,
             requests,
             tmp_path / name,
-            backend=parse("torch"),
+            backend=parse_backend("torch"),
             fingerprint=name,
             sketch=name == "sketch",
         )

@@ -22,9 +22,9 @@ from parity.comparison.tolerance import (
     gate_of,
     judge_tap,
     rms,
-    rolled,
+    roll_tokens,
     rules_for,
-    shuffled,
+    shuffle_channels,
 )
 from parity.errors import ParityError
 
@@ -124,7 +124,7 @@ def test_golden_ratio_has_one_ulp_as_its_floor() -> None:
 
 
 def test_measured_floor_loosens_and_is_named(tmp_path: Path) -> None:
-    measured = Floor.measured("batch 8", {"x": np.array([0.05, 0.06]), "y": np.zeros(2)}, "this CPU")
+    measured = Floor.from_errors("batch 8", {"x": np.array([0.05, 0.06]), "y": np.zeros(2)}, "this CPU")
     assert measured.taps["x"] == TapFloor(rms=rms(np.array([0.05, 0.06])), token=0.06)
     judged = judge_tap(evidence(0.05, 0.06), rules_for("x", "bfloat16", 1, measured))
     assert (judged.outcome, judged.judged_by) == ("pass", "floor (measured: batch 8)")
@@ -134,7 +134,7 @@ def test_measured_floor_loosens_and_is_named(tmp_path: Path) -> None:
         "floor (default"
     )
     both = measured.or_larger(
-        Floor.measured("rerun", {"y": np.array([0.5]), "z": np.array([0.1])}, "this CPU")
+        Floor.from_errors("rerun", {"y": np.array([0.5]), "z": np.array([0.1])}, "this CPU")
     )
     assert (both.name, both.taps["y"].token, both.taps["x"].token) == ("batch 8 or rerun", 0.5, 0.06)
     (tmp_path / "floor.json").write_text(both.model_dump_json())
@@ -233,14 +233,14 @@ def test_first_bad(rows: list[list[float]], expected: FirstBad) -> None:
 
 def test_controls_change_the_data_or_say_that_they_cannot() -> None:
     b = torch.arange(12.0).reshape(3, 4)
-    turned, mixed = rolled(b), shuffled(b)
+    turned, mixed = roll_tokens(b), shuffle_channels(b)
     assert turned is not None and torch.equal(turned, b[[2, 0, 1]])
     assert mixed is not None and not torch.equal(mixed, b) and torch.equal(mixed.sort(1).values, b)
-    assert torch.equal(mixed, shuffled(b))  # type: ignore[arg-type]
-    assert rolled(b[:1]) is None and rolled(torch.ones(3, 4)) is None
-    assert shuffled(b[:, :1]) is None and shuffled(torch.full((3, 4), float("nan"))) is None
+    assert torch.equal(mixed, shuffle_channels(b))  # type: ignore[arg-type]
+    assert roll_tokens(b[:1]) is None and roll_tokens(torch.ones(3, 4)) is None
+    assert shuffle_channels(b[:, :1]) is None and shuffle_channels(torch.full((3, 4), float("nan"))) is None
     for seed in range(20):  # two channels: half of all permutations change nothing
-        assert shuffled(b[:, :2], seed) is not None
+        assert shuffle_channels(b[:, :2], seed) is not None
     for dtype in (torch.bfloat16, torch.float8_e5m2, torch.float64):
-        changed = rolled(b.to(dtype))
+        changed = roll_tokens(b.to(dtype))
         assert changed is not None and changed.dtype == dtype

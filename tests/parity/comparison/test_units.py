@@ -15,7 +15,7 @@ import torch
 import parity.comparison.units
 from parity.comparison.records import Comparison
 from parity.comparison.traces import compare_traces
-from parity.comparison.units import UNIT_ROWS, TapPart, decode, encode, kept_columns, quantile, units_of
+from parity.comparison.units import UNIT_ROWS, TapPart, decode_parts, encode, kept_columns, quantile, units_of
 from parity.diagnosis.report import comparison_report
 from parity.errors import ParityError
 from parity.kernel.sums import BLOCK_ROWS
@@ -63,7 +63,7 @@ def test_parts_travel_without_losing_a_bit() -> None:
         )
         for index in range(12)
     ]
-    for part, back in zip(parts, decode(encode(parts)), strict=True):
+    for part, back in zip(parts, decode_parts(encode(parts)), strict=True):
         for name in ("columns", "totals", "channels", "zeros"):
             assert getattr(back, name).tobytes() == getattr(part, name).tobytes(), name
         assert (back.ulp is None) == (part.ulp is None) and back.controls.keys() == part.controls.keys()

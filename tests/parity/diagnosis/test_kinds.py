@@ -11,8 +11,8 @@ from torch import Tensor
 
 from parity.cli import main as cli
 from parity.comparison.traces import compare_traces
-from parity.diagnosis.kinds import KINDS, diagnose, diagnose_or_why
-from parity.diagnosis.profile import Case, half_of_error, kind_of
+from parity.diagnosis.kinds import FAULT_KINDS, diagnose, diagnose_or_why
+from parity.diagnosis.profile import FailingComparison, half_of_error, layer_kind_of
 from parity.diagnosis.records import MEANING, Diagnosis
 from parity.diagnosis.report import comparison_report
 from parity.diagnosis.weights import separable
@@ -47,7 +47,7 @@ def test_what_passes_is_not_diagnosed(write_trace: Write) -> None:
 
 
 def test_kinds_are_asked_in_the_order_of_the_table() -> None:
-    assert [kind.name for kind in KINDS] == list(MEANING)
+    assert [kind.name for kind in FAULT_KINDS] == list(MEANING)
 
 
 @pytest.mark.parametrize("offset", [1, -1])
@@ -173,7 +173,7 @@ def test_not_recognised_is_an_answer_with_the_profile(write_trace: Write) -> Non
     assert found.kinds == () and found.name == "not recognised" and found.fault is None
     assert "final.postnorm" in found.sentence and "--local-from" in found.next_step
     assert dict(found.evidence)["first tap"] == "final.postnorm"
-    assert all(asked.because for asked in found.asked) and len(found.asked) == len(KINDS)
+    assert all(asked.because for asked in found.asked) and len(found.asked) == len(FAULT_KINDS)
 
 
 def test_an_empty_state_is_read_off_the_operators(write_trace: Write) -> None:
@@ -186,7 +186,7 @@ def test_an_empty_state_is_read_off_the_operators(write_trace: Write) -> None:
     taps = {"layer.0.conv.out": conv, "layer.0.gdn.out": gdn.flatten(1)}
     a = write_trace("a", {"r": taps})
     b = write_trace("b", {"r": taps | {"layer.0.gdn.out": taps["layer.0.gdn.out"] + 1e-4}})
-    case = Case.of(compare_traces(b, a), b, a)
+    case = FailingComparison.of(compare_traces(b, a), b, a)
     assert [case.fresh("b", 0, token, 0) for token in range(8)] == [t in (0, 5) for t in range(8)]
     assert case.fresh("b", 0, 0, 1) is None, "no taps, no answer"
 
@@ -199,7 +199,7 @@ def test_onsets_heads_and_tails(write_trace: Write) -> None:
     direction = torch.randn(32, generator=torch.Generator().manual_seed(2))
     a["s"]["layer.0.out"][5:] += fall[:, None] * direction
     left, right = write_trace("a", a), write_trace("b", b)
-    case = Case.of(compare_traces(left, right), left, right)
+    case = FailingComparison.of(compare_traces(left, right), left, right)
     first = case.first
     assert first is not None and first.tap == "layer.0.out" and first.onsets == (None, 5)
     assert first.head(1) == pytest.approx(float(direction.norm() / b["s"]["layer.0.out"][5].norm()), rel=0.2)
@@ -218,7 +218,7 @@ def test_taps_are_known_by_their_names() -> None:
         "logits": "logits",
         "aux": "other",
     }
-    assert {tap: kind_of(tap) for tap in names} == names
+    assert {tap: layer_kind_of(tap) for tap in names} == names
 
 
 def test_a_trace_that_cannot_be_read_again_costs_the_name_only(write_trace: Write) -> None:

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parity.cli import main as cli
-from parity.dumps.files import Limits, files_below, open_file
+from parity.dumps.files import FileLimits, files_below, open_file
 from parity.dumps.mapping import Mapping, SideMap
-from parity.dumps.pair import Dump, open_pair
+from parity.dumps.pair import DumpTrace, open_pair
 from parity.errors import NothingComparable, ParityError
 from parity.tracing.trace import Trace
 from tests.parity.conftest import unwrapped
@@ -623,7 +623,7 @@ def test_a_bomb_is_stopped_at_the_limit(
     (tmp_path / "spool").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "spool"))
     with pytest.raises(ParityError, match="more than 2097152 bytes from"):
-        open_file(bench.out / "data_0.ckpt.gz", Limits(free_bytes=2 << 20, ratio=1))
+        open_file(bench.out / "data_0.ckpt.gz", FileLimits(free_bytes=2 << 20, ratio=1))
     assert list((tmp_path / "spool").iterdir()) == []
     write_specforge(bench, packed=True)
     opened = open_file(bench.out / "rows_0-5000/data_0.ckpt.gz")
@@ -713,7 +713,7 @@ def test_summed_tensors(bench: Bench) -> None:
 def test_slices_are_views_of_the_mapped_file(bench: Bench) -> None:
     write_speculators(bench)
     dump = open_pair(bench.out, bench.trace.path).a.trace
-    assert isinstance(dump, Dump)
+    assert isinstance(dump, DumpTrace)
     tensor = dump.tensor("hs_0", "layer.3.out")
     assert tensor.stride() == (4 * HIDDEN, 1), "a slice of [T, L, H] was copied"
     bench.out.rename(bench.out.parent / "moved")  # open maps outlive the name

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parity.errors import ParityError
-from parity.gating.conformance import compare_statements, is_statement, read, save
+from parity.gating.conformance import compare_statements, is_statement, read_conformance, save_conformance
 from parity.reports import to_json
 from parity.reports.record import Conformance, Finding, Report, Statement
 
@@ -32,8 +32,8 @@ def outcomes(a: Conformance, b: Conformance) -> dict[str, str]:
 
 def test_a_statement_survives_the_file(tmp_path: Path) -> None:
     file = tmp_path / "conformance.json"
-    save(ONE, file)
-    assert read(file) == ONE and is_statement(file)
+    save_conformance(ONE, file)
+    assert read_conformance(file) == ONE and is_statement(file)
     said = json.loads(file.read_text())["paragraph"]
     assert (
         said
@@ -48,10 +48,10 @@ def test_a_report_gives_its_statement(tmp_path: Path) -> None:
         kind="check", title="", created="", command="", subject=(), findings=(finding,), conformance=ONE
     )
     (tmp_path / "report.json").write_text(to_json.paint(report))
-    assert read(tmp_path / "report.json") == ONE
+    assert read_conformance(tmp_path / "report.json") == ONE
     (tmp_path / "report.json").write_text(to_json.paint(replace(report, conformance=None)))
     with pytest.raises(ParityError, match="a report without one"):
-        read(tmp_path / "report.json")
+        read_conformance(tmp_path / "report.json")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"schema": "parity-conformance/1"}', '{"schema": "other"}'])
@@ -60,7 +60,7 @@ def test_anything_else_is_refused(text: str, tmp_path: Path) -> None:
     file.write_text(text)
     assert not is_statement(file)
     with pytest.raises(ParityError):
-        read(file)
+        read_conformance(file)
 
 
 CHANGES: list[tuple[str, Conformance, dict[str, str]]] = [
@@ -133,8 +133,8 @@ def test_two_empty_statements_are_no_pass() -> None:
 def test_the_command_compares_two_statements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from parity.cli.main import run
 
-    save(ONE, tmp_path / "a.json")
-    save(with_fact("loss.gamma", 5.0), tmp_path / "b.json")
+    save_conformance(ONE, tmp_path / "a.json")
+    save_conformance(with_fact("loss.gamma", 5.0), tmp_path / "b.json")
     assert run(["compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 0
     assert run(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 1
     assert "loss.gamma: 4 -> 5" in capsys.readouterr().out

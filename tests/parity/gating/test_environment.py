@@ -10,7 +10,7 @@ from parity.cli import main as cli
 from parity.environment import environment
 from parity.errors import NothingComparable
 from parity.gating import environment as environment_diff
-from parity.gating.environment import RULES, Side, differences, finding_of, rule_for
+from parity.gating.environment import RULES, EnvironmentSide, environment_differences, finding_of, rule_for
 from parity.reports import schema, to_json
 from parity.reports.record import Report
 from parity.tracing.trace import Manifest
@@ -31,18 +31,18 @@ BASE = {
 }
 
 
-def side(changes: Mapping[str, str | None] | None = None) -> Side:
+def side(changes: Mapping[str, str | None] | None = None) -> EnvironmentSide:
     """The base environment with changes; a value of None removes the name."""
     pairs = {name: value for name, value in {**BASE, **(changes or {})}.items() if value is not None}
-    return Side(label="s", pairs=pairs, devices="torch threads" in pairs)
+    return EnvironmentSide(label="s", pairs=pairs, devices="torch threads" in pairs)
 
 
-def names(a: Side, b: Side) -> list[str]:
-    return [difference.name for difference in differences(a, b)]
+def names(a: EnvironmentSide, b: EnvironmentSide) -> list[str]:
+    return [difference.name for difference in environment_differences(a, b)]
 
 
 def test_equal_sides_pass() -> None:
-    found = differences(side(), side())
+    found = environment_differences(side(), side())
     assert found == ()
     finding = finding_of(side(), side(), found)
     assert finding.outcome == "pass" and dict(finding.evidence)["compared"] == len(BASE)
@@ -66,8 +66,8 @@ def test_order_of_suspicion() -> None:
         "numpy": "2.1",
         "python": "3.12",
     }
-    a = Side(label="a", pairs=BASE | {"run: delta": "torch"}, devices=True)
-    b = Side(label="b", pairs=BASE | other, devices=True)
+    a = EnvironmentSide(label="a", pairs=BASE | {"run: delta": "torch"}, devices=True)
+    b = EnvironmentSide(label="b", pairs=BASE | other, devices=True)
     # `causal-conv1d` is lacking on one side, so it comes before the version of triton
     assert names(a, b) == list(other)
 
@@ -91,16 +91,16 @@ def test_order_of_suspicion() -> None:
 def test_what_a_difference_can_change(
     a: dict[str, str | None], b: dict[str, str | None], name: str, values: tuple[str, str], effect: str
 ) -> None:
-    found = {d.name: d for d in differences(side(a), side(b))}
+    found = {d.name: d for d in environment_differences(side(a), side(b))}
     assert (found[name].a, found[name].b, found[name].effect) == (*values, effect)
-    mirrored = {d.name: d for d in differences(side(b), side(a))}
+    mirrored = {d.name: d for d in environment_differences(side(b), side(a))}
     assert (mirrored[name].b, mirrored[name].a, mirrored[name].effect) == (*values, effect)
 
 
 def test_outcomes() -> None:
     def outcome(**changes: str | None) -> str:
         a, b = side(), side(changes)
-        return finding_of(a, b, differences(a, b)).outcome
+        return finding_of(a, b, environment_differences(a, b)).outcome
 
     assert outcome(python="3.12", numpy="9") == "pass"
     assert outcome(torch="2.12.0") == "warn"
@@ -109,7 +109,7 @@ def test_outcomes() -> None:
 
 def test_nothing_in_common_is_nothing_comparable() -> None:
     with pytest.raises(NothingComparable):
-        differences(side(), Side(label="b", pairs={"x": "1"}, devices=False))
+        environment_differences(side(), EnvironmentSide(label="b", pairs={"x": "1"}, devices=False))
 
 
 def test_every_name_that_this_machine_gives_has_a_rule() -> None:
@@ -178,7 +178,7 @@ def test_every_kind_of_side_is_read(tmp_path: Path, capfd: pytest.CaptureFixture
             code, out, err = run(capfd, "env", "--diff", a, b)
             assert (code, err) == (0, "") and "only one side was a trace" in " ".join(out.split())
     code, out, _ = run(capfd, "env", "--diff", tmp_path / "t", tmp_path / "u", "--as", "json")
-    rows = schema.read(out).table("environment.differences").rows
+    rows = schema.read_report(out).table("environment.differences").rows
     assert code == 0 and [row[1:5] for row in rows] == [
         ("run: dtype", "float32", "bfloat16", "numbers"),
         ("run: delta", "torch", "fla", "numbers"),
@@ -188,7 +188,7 @@ def test_every_kind_of_side_is_read(tmp_path: Path, capfd: pytest.CaptureFixture
 def test_a_saved_environment_is_a_side(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capfd, "env", "--as", "json")
     (tmp_path / "env.json").write_text(out)
-    assert code == 0 and schema.read(out).table("backends").rows[0] == ("torch", True, None)
+    assert code == 0 and schema.read_report(out).table("backends").rows[0] == ("torch", True, None)
     code, out, _ = run(capfd, "env", "--diff", tmp_path / "env.json", "here")
     assert code == 0 and out.startswith("PASS") and "nothing that can change numbers differs" in out
 

@@ -18,7 +18,7 @@ from parity.kernel.sums import (
     PairStats,
     channel_mean_square,
     choose,
-    merge,
+    merge_sums,
     pair_stats,
     pick_outliers,
 )
@@ -169,7 +169,7 @@ def test_shards_merge_to_the_same_bits(implementation: Implementation) -> None:
             parts.append(
                 pair_stats(a[rows], b[rows], outliers=(7,), start=rows.start, implementation=implementation)
             )
-        joined = merge(reversed(parts))
+        joined = merge_sums(reversed(parts))
         assert np.array_equal(joined.sums, whole.sums)
         assert np.array_equal(joined.channels(), whole.channels())
         assert joined.ulp is not None and whole.ulp is not None and joined.ulp.tolist() == whole.ulp.tolist()
@@ -181,7 +181,7 @@ def test_merge_refuses_a_gap_and_other_outliers() -> None:
     a, b = pair(torch.float32, rows=3 * BLOCK_ROWS, width=10)
     parts = [pair_stats(a[:BLOCK_ROWS], b[:BLOCK_ROWS], start=at) for at in (0, 2 * BLOCK_ROWS)]
     with pytest.raises(ValueError, match="do not continue"):
-        merge(parts)
+        merge_sums(parts)
     with pytest.raises(ValueError, match="multiple of 256"):
         pair_stats(a, b, start=100)
     with pytest.raises(ValueError, match="one shape"):

@@ -14,8 +14,8 @@ from parity.diagnosis.records import Diagnosis
 from parity.errors import ParityError
 from parity.live.experiments import EXPERIMENTS
 from parity.live.formulas import causal_attention, rotary_reference
-from parity.live.report import experiments_for, joined, live, tokens_of
-from parity.model.target.load import Target, TargetSpec, load
+from parity.live.report import add_experiments, experiments_for, run_live, tokens_of
+from parity.model.target.load import Target, TargetSpec, load_target
 from parity.reports.record import Finding, Report
 from tests.faults.traces import plants
 from tests.faults.traces.bench import patched
@@ -29,13 +29,13 @@ KNOWN = {"live.packing": "pack", "live.crop": "state"}
 @pytest.fixture(scope="module")
 def target(hybrid: Path) -> Target:
     """Three linear layers and a full one, hidden 32."""
-    return load(TargetSpec(model=str(hybrid), dtype="float32"))
+    return load_target(TargetSpec(model=str(hybrid), dtype="float32"))
 
 
 @pytest.fixture(scope="module")
 def healthy(target: Target) -> Report:
     """All experiments on it."""
-    return live(target, ids=IDS)
+    return run_live(target, ids=IDS)
 
 
 def found(report: Report, name: str) -> Finding:
@@ -129,14 +129,14 @@ def test_experiment_speaks_on_its_fault(
     plant, outcome, fault, words = FAULTS[name]
     with ExitStack() as stack:
         stack.enter_context(plant(Stack(target, change_operator)))
-        finding = found(live(target, ids=IDS, only=[name]), name)
+        finding = found(run_live(target, ids=IDS, only=[name]), name)
     assert (finding.outcome, finding.fault) == (outcome, fault), finding.sentence
     assert words in finding.sentence and finding.next_step
 
 
 def test_positions_of_a_second_forward(target: Target, change_operator: Callable[..., Any]) -> None:
     with keeps_positions(Stack(target, change_operator)):
-        finding = found(live(target, ids=IDS, only=["positions"]), "positions")
+        finding = found(run_live(target, ids=IDS, only=["positions"]), "positions")
     assert (finding.outcome, finding.fault) == ("fail", "pos")
 
 
@@ -154,7 +154,7 @@ def test_operator_oracle_tells_policies_apart(
     plant: Callable[[Any], Any], words: str, target: Target, change_operator: Callable[..., Any]
 ) -> None:
     with plant(Stack(target, change_operator)):
-        finding = found(live(target, ids=IDS, only=["operators"]), "operators")
+        finding = found(run_live(target, ids=IDS, only=["operators"]), "operators")
     assert finding.outcome == "fail" and words in finding.sentence, finding.sentence
 
 
@@ -167,35 +167,38 @@ def test_decision(target: Target, change_operator: Callable[..., Any]) -> None:
     kinds = ("POS", "ATTN")
     only = experiments_for(kinds)
     assert set(only) == {"attention", "positions"}
-    undecided = live(target, ids=IDS, only=only, diagnosis=pair(*kinds)).findings[0]
+    undecided = run_live(target, ids=IDS, only=only, diagnosis=pair(*kinds)).findings[0]
     assert (undecided.name, undecided.outcome) == ("live.decision", "warn")
     assert "the fault is the other side's" in undecided.sentence
     with plants.scaled(Stack(target, change_operator)):  # type: ignore[arg-type]
-        decided = live(target, ids=IDS, only=only, diagnosis=pair(*kinds)).findings[0]
+        decided = run_live(target, ids=IDS, only=only, diagnosis=pair(*kinds)).findings[0]
     assert (decided.outcome, decided.fault) == ("fail", "attn")
     assert not any(
-        f.name == "live.decision" for f in live(target, ids=IDS, only=only, diagnosis=pair("POS")).findings
+        f.name == "live.decision"
+        for f in run_live(target, ids=IDS, only=only, diagnosis=pair("POS")).findings
     )
 
 
 def test_another_backend_ran_is_no_pass(target: Target) -> None:
     """Asked for golden in a process that computes with torch."""
-    report = live(target, ids=IDS, only=["batch"], backend="golden")
+    report = run_live(target, ids=IDS, only=["batch"], backend="golden")
     first = report.findings[0]
     assert (first.name, first.outcome, first.fault) == ("live.proof", "fail", "dispatch")
 
 
 def test_messages(target: Target) -> None:
     with pytest.raises(ParityError, match="no such experiment"):
-        live(target, ids=IDS, only=["wishing"])
+        run_live(target, ids=IDS, only=["wishing"])
     with pytest.raises(ParityError, match="3 tokens"):
-        live(target, ids=IDS[:3])
+        run_live(target, ids=IDS[:3])
     with pytest.raises(ParityError):
-        live("/nowhere/at/all", ids=IDS)
+        run_live("/nowhere/at/all", ids=IDS)
 
 
 def test_dense_model_skips_what_it_lacks(models: dict[str, Path]) -> None:
-    report = live(str(models["llama"]), ids=IDS[:80], only=["operators", "attention", "positions", "split"])
+    report = run_live(
+        str(models["llama"]), ids=IDS[:80], only=["operators", "attention", "positions", "split"]
+    )
     assert found(report, "operators").outcome == "skipped"
     assert {found(report, name).outcome for name in ("attention", "positions", "split")} == {"pass"}
 
@@ -227,7 +230,7 @@ def test_tokens_come_from_the_request_where_it_begins() -> None:
 
 
 def test_joined_keeps_both(healthy: Report) -> None:
-    both = joined(healthy, healthy)
+    both = add_experiments(healthy, healthy)
     assert len(both.findings) == 2 * len(healthy.findings) and both.title == healthy.title
 
 

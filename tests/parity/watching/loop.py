@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from parity.model.recipe.config import Recipe, load_declared
 from parity.model.training.data import Batch
-from parity.probes.adapters.base import Adapter, Shown
+from parity.probes.adapters.base import Adapter, AdapterStep
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "docs" / "example"
 
@@ -77,14 +77,16 @@ class Live(Adapter):
         super().__init__(recipe())
         self.loop, self.called = loop, loop.drafter if called is None else called
 
-    def step(self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int, training: bool) -> Shown:
+    def step(
+        self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int, training: bool
+    ) -> AdapterStep:
         row = {"tokens": batch.tokens, "mask": batch.loss_mask, "document": batch.document}
         broken, self.loop.broken = self.loop.broken, self.loop.broken and training
         try:
             out = self.loop.forward(states, row, anchors, seed=seed, called=self.called)
         finally:
             self.loop.broken = broken
-        return Shown(
+        return AdapterStep(
             loss=out["loss"],
             hidden=out["hidden"],
             head=self.loop.target.head,

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from parity.model.training.build import open_trainer
-from parity.model.training.distributed import whole
+from parity.model.training.distributed import gather_full_tensor
 from parity.watching.watch import Watch, WiringChanged
 from tests.parity.watching.loop import Live, Loop, example
 from tests.parity.watching.test_watch import GAUSS, UNIT, Keeps, NoisyTeacher, Planted
@@ -20,7 +20,7 @@ EVERY, BROKEN = 4, 8
 """Probed are steps 1, 5, 9; broken from step 8 on."""
 
 
-def run_all(folder: Path, rank: int) -> dict[str, Any]:
+def run_all_cases(folder: Path, rank: int) -> dict[str, Any]:
     made = {}
     for kind in ("ddp", "fsdp2"):
         made[f"trainer-{kind}"] = trainer(folder / f"trainer-{kind}", kind)
@@ -43,7 +43,7 @@ def hooks(module: nn.Module, watch: Watch) -> int:
 
 
 def trainer(out: Path, kind: str) -> dict[str, Any]:
-    training = UNIT.changed(GAUSS | {"run.parallel": kind, "run.batch": {"rows": 4, "accumulate": 1}})
+    training = UNIT.with_values(GAUSS | {"run.parallel": kind, "run.batch": {"rows": 4, "accumulate": 1}})
     plain = open_trainer(training)
     Planted(plain, NoisyTeacher, before=BROKEN)
     unwatched = plain.run(stop_after=9).losses
@@ -89,7 +89,7 @@ def train(loop: Loop, rank: int, steps: int, watch: Watch | None = None) -> tupl
         losses.append(out["loss"].item())
         if number == 1:
             first = out["hidden"].detach().clone()
-            norm = float(whole(loop.drafter.get_parameter("fc.weight").grad).norm())  # type: ignore[arg-type]
+            norm = float(gather_full_tensor(loop.drafter.get_parameter("fc.weight").grad).norm())  # type: ignore[arg-type]
         if watch is not None:
             try:
                 watch.step(loss=out["loss"])
@@ -120,7 +120,7 @@ def loop(out: Path, kind: str, rank: int) -> dict[str, Any]:
 
 def one_rank(out: Path, rank: int) -> dict[str, Any]:
     """The wiring breaks on the second rank alone."""
-    running = open_trainer(UNIT.changed(GAUSS | {"run.batch": {"rows": 4, "accumulate": 1}}))
+    running = open_trainer(UNIT.with_values(GAUSS | {"run.batch": {"rows": 4, "accumulate": 1}}))
     if rank == 1:
         Planted(running, NoisyTeacher, before=3)
     watch = Watch(every=EVERY, probes=("noise",), on_fail="stop", out=out, recapture=0).attach(running)

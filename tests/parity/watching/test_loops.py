@@ -50,7 +50,7 @@ def test_a_plain_loop_names_step_and_fault(tmp_path: Path) -> None:
         losses = train(loop, 22, watch, broken_from=13)
         assert hooks(loop.drafter) == 0  # between probed steps
     assert losses == expected
-    steps = step_log.read(tmp_path / "steps.jsonl")
+    steps = step_log.read_step_log(tmp_path / "steps.jsonl")
     assert [step.step for step in steps] == [1, 6, 11, 16, 21] and steps == watch.history
     assert all(f.outcome == "pass" for step in steps[:3] for f in step.findings)
     bad = [finding for finding in steps[3].findings if finding.outcome == "fail"]
@@ -72,7 +72,7 @@ def test_a_plain_loop_stops_where_asked(tmp_path: Path) -> None:
     with pytest.raises(WiringChanged, match="step 9: noise-on-teacher: noise reaches"), watch:
         train(loop, 20, watch, broken_from=7)
     assert watch.steps == 9 and hooks(loop.drafter) == 0 and watch.stopped
-    assert len(step_log.read(tmp_path / "steps.jsonl")) == 3
+    assert len(step_log.read_step_log(tmp_path / "steps.jsonl")) == 3
 
 
 def test_passive_watching_says_what_it_cannot_answer() -> None:
@@ -379,7 +379,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     trainer = fit(tmp_path / "run", model, [breaks(model, 6), callback], steps=10)
     logged = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (expected, trainer)]
     assert logged[0] == logged[1] and len(logged[0]) == 10
-    steps = step_log.read(tmp_path / "watch" / "steps.jsonl")
+    steps = step_log.read_step_log(tmp_path / "watch" / "steps.jsonl")
     assert [step.step for step in steps] == [1, 5, 9]
     assert all(f.outcome == "pass" for step in steps[:2] for f in step.findings), steps[0].findings
     bad = next(f for f in steps[2].findings if f.outcome == "fail")

@@ -64,7 +64,7 @@ def test_both_ranks_stop_at_the_step_that_broke(made: Made, who: str, kind: str)
         assert each["losses"] == each["unwatched"] and len(each["losses"]) == 9
         assert each["failed"] == [9, "noise", "noise-on-teacher"]
         assert each["hooks"] == 0
-    steps = step_log.read(folder / f"{who}-{kind}" / "steps.jsonl")
+    steps = step_log.read_step_log(folder / f"{who}-{kind}" / "steps.jsonl")
     assert [step.step for step in steps] == [1, 5, 9]
     text = (folder / f"{who}-{kind}" / "steps.jsonl").read_text()
     assert text.count("\n") == 3  # the first rank alone writes
@@ -77,7 +77,7 @@ def test_both_ranks_stop_at_the_step_that_broke(made: Made, who: str, kind: str)
 @pytest.mark.parametrize("who", ["trainer", "loop"])
 def test_statistics_are_those_of_all_ranks(made: Made, who: str, kind: str) -> None:
     folder, ranks = made
-    values = dict(step_log.read(folder / f"{who}-{kind}" / "steps.jsonl")[0].values)
+    values = dict(step_log.read_step_log(folder / f"{who}-{kind}" / "steps.jsonl")[0].values)
     seen = [rank[f"{who}-{kind}"] for rank in ranks]
     assert seen[0]["first"] != seen[1]["first"]  # other rows on each rank
     for name, expected in seen[0]["expected"].items():

@@ -14,7 +14,7 @@ from rich.console import Console
 from parity.errors import ParityError
 from parity.reports import from_steps, step_log, to_frame
 from parity.reports.record import Finding, StepReport
-from parity.watching.sinks import Panel, TensorBoard
+from parity.watching.sinks import TensorBoardSink, TerminalPanel
 from parity.watching.watch import watch_training
 from tests.parity.watching.test_watch import GAUSS, UNIT, NoisyTeacher, Planted, opened, watched
 
@@ -43,7 +43,7 @@ class Readers:
         self.closed = 0
 
     def write(self, report: StepReport, samples: Mapping[str, Any]) -> None:
-        self.steps.append([each.step for each in step_log.read(self.file)])
+        self.steps.append([each.step for each in step_log.read_step_log(self.file)])
         self.samples.append(dict(samples))
 
     def close(self) -> None:
@@ -62,20 +62,20 @@ def test_lines_are_there_while_the_run_goes_on(tmp_path: Path) -> None:
 def test_frames_and_pages_of_a_real_run(tmp_path: Path) -> None:
     trainer = opened(GAUSS, out=tmp_path)
     Planted(trainer, NoisyTeacher, before=8)
-    training = UNIT.changed(GAUSS | {"run.watch": {"every": 4, "probes": ["noise"]}})
+    training = UNIT.with_values(GAUSS | {"run.watch": {"every": 4, "probes": ["noise"]}})
     trainer.training = training
     watch = watch_training(trainer, tmp_path)
     assert watch is not None
     trainer.run()
     watch.close()
     trainer.close()
-    steps = step_log.read(tmp_path / "steps.jsonl")
-    frame = to_frame.steps(steps)
+    steps = step_log.read_step_log(tmp_path / "steps.jsonl")
+    frame = to_frame.steps_frame(steps)
     assert list(frame.index) == [1, 5, 9] and (frame["slot.1.weight"] > 0.99).all()
     assert not to_frame.step_tables(steps, "tensors").empty
     to_frame.to_parquet(frame, tmp_path / "steps.parquet")
     assert (tmp_path / "steps.parquet").stat().st_size > 0
-    report = from_steps.read(tmp_path)
+    report = from_steps.read_steps_report(tmp_path)
     assert from_steps.drift(steps)[0][0] == 9 and "noise-on-teacher" in from_steps.drift(steps)[0][1]
     assert {"timeline.layer.*.out.snr", "timeline.slot.*.weight"} <= {table.name for table in report.tables}
 
@@ -110,7 +110,7 @@ def writer(monkeypatch: pytest.MonkeyPatch) -> type[Writer]:
 
 
 def test_tensorboard_gets_numbers_and_histograms(tmp_path: Path, writer: type[Writer]) -> None:
-    sink = TensorBoard(tmp_path)
+    sink = TensorBoardSink(tmp_path)
     sink.write(step(7, GOOD), {"hidden": np.zeros(9)})
     sink.close()
     (made,) = writer.made
@@ -139,7 +139,7 @@ def test_the_training_file_turns_it_on(tmp_path: Path, writer: type[Writer]) -> 
 def test_tensorboard_that_is_not_there_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ParityError, match="tensorboard"):
-        TensorBoard(tmp_path)
+        TensorBoardSink(tmp_path)
 
 
 def console(terminal: bool) -> tuple[Console, io.StringIO]:
@@ -149,7 +149,7 @@ def console(terminal: bool) -> tuple[Console, io.StringIO]:
 
 def test_a_pipe_gets_a_line_when_something_begins(tmp_path: Path) -> None:
     to, out = console(terminal=False)
-    panel = Panel(to)
+    panel = TerminalPanel(to)
     for number, finding in ((1, GOOD), (51, BAD), (101, BAD), (151, GOOD), (201, BAD)):
         panel.write(step(number, finding), {})
     panel.close()
@@ -161,7 +161,7 @@ def test_a_pipe_gets_a_line_when_something_begins(tmp_path: Path) -> None:
 
 def test_a_terminal_gets_a_panel() -> None:
     to, out = console(terminal=True)
-    panel = Panel(to, alone=False)
+    panel = TerminalPanel(to, alone=False)
     to.print(panel)
     panel.write(step(1, GOOD), {})
     to.print(panel)
@@ -175,7 +175,7 @@ def test_a_terminal_gets_a_panel() -> None:
     panel.write(step(51, BAD), {})
     to.print(panel)
     assert "FAIL noise: noise moves the labels" in out.getvalue()
-    live = Panel(to)  # with a display of its own
+    live = TerminalPanel(to)  # with a display of its own
     live.write(step(101, BAD), {})
     assert "watch, step 101" in out.getvalue()
     live.close()

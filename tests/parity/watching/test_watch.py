@@ -16,14 +16,14 @@ from torch import Tensor
 import parity
 from parity.cli import main as cli
 from parity.errors import ParityError
-from parity.gating.conformance import read, save
-from parity.model.dflash.step import StepOutput, Wiring
-from parity.model.recipe.config import Training, dump
+from parity.gating.conformance import read_conformance, save_conformance
+from parity.model.dflash.step import StepOutput, TrainingStep
+from parity.model.recipe.config import TrainingFile, dump
 from parity.model.recipe.presets import preset
 from parity.model.training.build import open_trainer
 from parity.model.training.data import Batch
-from parity.model.training.states import Captured
-from parity.model.training.trainer import Outcome, Trainer
+from parity.model.training.states import StepStates
+from parity.model.training.trainer import RunEnd, Trainer
 from parity.reports import schema, step_log
 from parity.reports.record import Finding, Report, StepReport
 from parity.watching.watch import Watch, WiringChanged, watch_training
@@ -31,7 +31,7 @@ from tests.faults.injected.noise import OnAllSlices
 
 ROOT = Path(__file__).resolve().parents[3]
 GAUSS = {"recipe.noise": {"kind": "gaussian", "std": 0.05}}
-UNIT = preset("unit").changed(
+UNIT = preset("unit").with_values(
     {
         "run.schedule.steps": 12,
         "run.save.every": 100,
@@ -46,7 +46,7 @@ TWO = ("noise", "loss")
 class Planted:
     """Replaces the running wiring at a step: an observer that comes before the watch."""
 
-    def __init__(self, trainer: Trainer, wiring: type[Wiring], before: int) -> None:
+    def __init__(self, trainer: Trainer, wiring: type[TrainingStep], before: int) -> None:
         self.trainer, self.kind, self.before = trainer, wiring, before
         trainer.observers.append(self)
 
@@ -60,15 +60,15 @@ class Planted:
 class NoisyTeacher(OnAllSlices):
     """The plant of the probes' own tests, in a trainer that leaves `seed` and `training` at their defaults."""
 
-    def step(self, batch: Batch, captured: Captured, **options: Any) -> StepOutput:
+    def step(self, batch: Batch, captured: StepStates, **options: Any) -> StepOutput:
         return super().step(batch, captured, **{"training": True, "seed": self.run.seed} | options)
 
 
 def opened(changes: Mapping[str, Any] | None = None, **options: Any) -> Trainer:
-    return open_trainer(UNIT.changed(dict(changes or {})), **options)
+    return open_trainer(UNIT.with_values(dict(changes or {})), **options)
 
 
-def watched(changes: Mapping[str, Any] | None = None, **options: Any) -> tuple[Trainer, Outcome, Watch]:
+def watched(changes: Mapping[str, Any] | None = None, **options: Any) -> tuple[Trainer, RunEnd, Watch]:
     """A whole run with a watch, both closed."""
     trainer = opened(changes)
     given: dict[str, Any] = {"every": 4, "probes": TWO} | options
@@ -103,7 +103,7 @@ def test_noise_on_the_teacher_is_named_within_one_interval(tmp_path: Path) -> No
     assert (bad[0].name, bad[0].fault) == ("noise", "noise-on-teacher")
     assert [f.name for f in bad][-1] == "drift" and "noise.moves_labels: False -> True" in bad[-1].sentence
     assert watch.failed == (31, bad[0])
-    on_disk = step_log.read(tmp_path / "steps.jsonl")
+    on_disk = step_log.read_step_log(tmp_path / "steps.jsonl")
     assert on_disk == watch.history and on_disk[-1] == watch.reports[-1]
     loud = [finding for finding in watch.report.findings if finding.outcome == "fail"]
     assert loud[0].fault == "noise-on-teacher" and loud[0].sentence.startswith("first at step 31")
@@ -228,13 +228,13 @@ def test_off_is_no_work_at_all(tmp_path: Path) -> None:
     assert (
         watch.seconds == 0.0 and watch._values is not values and not watch.reports
     )  # armed for step 3 alone
-    original = watch._timed
+    original = watch._count_time
 
     def counted() -> Any:
         called.append(watch.steps)
         return original()
 
-    watch._timed = counted  # type: ignore[method-assign]
+    watch._count_time = counted  # type: ignore[method-assign]
     trainer.run(stop_after=9)
     watch.close()
     for step, kept, hooked, taken in looks.seen:
@@ -307,7 +307,7 @@ def test_signal_to_noise_is_that_of_the_declared_deviation(shown: Shown) -> None
 
 def test_slot_weights_are_the_recipes(shown: Shown) -> None:
     trainer, output, _, report, _ = shown
-    weights, on = output.weights(), output.supervised
+    weights, on = output.weights(), output.supervision_mask
     assert int(on.sum()) > 20
     values = dict(report.values)
     by_slot = {slot: float(values[f"slot.{slot}.weight"]) for slot in range(1, output.labels.shape[1])}  # type: ignore[arg-type]
@@ -330,13 +330,13 @@ def test_accuracy_coverage_and_tau_are_the_steps(shown: Shown) -> None:
     _, output, _, report, log = shown
     values = dict(report.values)
     best = (output.hidden.detach() @ output.head.T).argmax(-1)
-    right = (best == output.labels) & output.supervised
+    right = (best == output.labels) & output.supervision_mask
     for slot in range(1, output.labels.shape[1]):
-        share = float(right[:, slot].sum() / output.supervised[:, slot].sum())
+        share = float(right[:, slot].sum() / output.supervision_mask[:, slot].sum())
         assert (
             values[f"slot.{slot}.accuracy"] == pytest.approx(share) == pytest.approx(log["slots"][slot - 1])
         )
-    blocks = output.supervised.any(1)
+    blocks = output.supervision_mask.any(1)
     lengths = [
         1 + next((k for k, hit in enumerate(row[1:].tolist()) if not hit), len(row) - 1)
         for row in right[blocks]
@@ -345,7 +345,7 @@ def test_accuracy_coverage_and_tau_are_the_steps(shown: Shown) -> None:
     assert values["loss"] == log["loss"] and values["gradient_norm"] == log["gradient_norm"]
     reached = {
         int(anchor) + slot
-        for anchor, row in zip(output.anchors, output.supervised.tolist(), strict=True)
+        for anchor, row in zip(output.anchors, output.supervision_mask.tolist(), strict=True)
         for slot, on in enumerate(row)
         if on
     }
@@ -398,7 +398,7 @@ def test_gradient_norms_are_the_parameters(tmp_path: Path) -> None:
         assert dict(watch.reports[0].values)[f"{group}.gradient"] == pytest.approx(expected, rel=1e-5)
 
 
-class Unknown(Wiring):
+class Unknown(TrainingStep):
     """A tenth of the loss is something else: it pulls the hidden states towards zero."""
 
     def objective(self, hidden: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -445,8 +445,8 @@ class Source:
     def __init__(self, inner: Any, change: Callable[[Tensor], Tensor]) -> None:
         self.inner, self.change, self.on = inner, change, False
 
-    def __call__(self, batch: Batch) -> Captured:
-        captured: Captured = self.inner(batch)
+    def __call__(self, batch: Batch) -> StepStates:
+        captured: StepStates = self.inner(batch)
         return replace(captured, states=self.change(captured.states)) if self.on else captured
 
 
@@ -505,7 +505,7 @@ def test_a_resumed_run_goes_on_in_the_same_file_and_against_the_same_first_repor
             outcome = trainer.run(stop_after=stop)
             watch.close()
             trainer.close()
-    one, two = (step_log.read(out / "steps.jsonl") for out in (whole, parts))
+    one, two = (step_log.read_step_log(out / "steps.jsonl") for out in (whole, parts))
     assert [step.step for step in two] == [1, 5, 9] and outcome.step == 12
 
     def plain(steps: tuple[StepReport, ...]) -> list[StepReport]:
@@ -538,7 +538,7 @@ def test_drift_across_a_resume_is_against_the_first_report_on_disk(tmp_path: Pat
 def test_another_runs_wiring_is_the_baseline(tmp_path: Path) -> None:
     watched(out=tmp_path / "a")
     file = tmp_path / "a" / "conformance.json"
-    assert [s.probe for s in read(file).statements] == ["noise", "loss", "step"]
+    assert [s.probe for s in read_conformance(file).statements] == ["noise", "loss", "step"]
     _, _, same = watched(baseline=file)
     assert named(same.report.findings)["baseline"] == "pass"
     changed = {"recipe.loss.weights": {"kind": "exp", "gamma": 5.0}}
@@ -546,8 +546,10 @@ def test_another_runs_wiring_is_the_baseline(tmp_path: Path) -> None:
     told = next(f for f in other.report.findings if f.name == "baseline")
     assert told.outcome == "fail" and "loss.gamma: 4 -> 5" in told.sentence
     assert named(other.report.findings)["drift"] == "pass"  # within the run nothing changed
-    statement = read(file)
-    save(replace(statement, statements=statement.statements[:2]), file)  # as `parity check` leaves one
+    statement = read_conformance(file)
+    save_conformance(
+        replace(statement, statements=statement.statements[:2]), file
+    )  # as `parity check` leaves one
     _, _, without = watched(baseline=file)
     assert named(without.report.findings)["baseline"] == "pass"
 
@@ -573,11 +575,11 @@ def test_what_is_refused(options: dict[str, Any], said: str) -> None:
 def recipe_file(folder: Path, on_fail: str = "stop") -> Path:
     part = {"every": 4, "probes": ["noise", "loss"], "on_fail": on_fail}
     file = folder / "recipe.yaml"
-    file.write_text(dump(UNIT.changed(GAUSS | {"run.watch": part})))
+    file.write_text(dump(UNIT.with_values(GAUSS | {"run.watch": part})))
     return file
 
 
-def broken(training: Training, *arguments: Any, **options: Any) -> Trainer:
+def broken(training: TrainingFile, *arguments: Any, **options: Any) -> Trainer:
     """`open_trainer`, with the plant that comes before step 8."""
     trainer = open_trainer(training, *arguments, **options)
     Planted(trainer, NoisyTeacher, before=8)
@@ -591,18 +593,18 @@ def test_the_command_watches_and_stops(
     assert cli.run(["train", str(recipe), "--out", str(healthy)]) == 0
     text = capfd.readouterr().out
     assert "SKIPPED  watch.unasked" in text and "this watch's probes: inputs," in text
-    report = schema.read(healthy / "report.json")
+    report = schema.read_report(healthy / "report.json")
     assert {"noise": "pass", "loss": "pass", "drift": "pass", "train.schedule": "pass"}.items() <= named(
         report.findings
     ).items()
     assert report.conformance is not None and report.conformance.statements[0].probe == "noise"
-    assert len(step_log.read(healthy / "steps.jsonl")) == 3
+    assert len(step_log.read_step_log(healthy / "steps.jsonl")) == 3
     monkeypatch.setattr("parity.model.training.build.open_trainer", broken)
     code = cli.run(["train", str(recipe), "--out", str(out)])
     captured = capfd.readouterr()
     assert code == 1, captured
     assert "step 9: FAIL noise: noise reaches the state" in captured.err and "go on" not in captured.err
-    report = schema.read(out / "report.json")
+    report = schema.read_report(out / "report.json")
     first = next(finding for finding in report.findings if finding.outcome == "fail")
     assert (first.name, first.fault) == ("watch.stop", "noise-on-teacher")
     assert first.sentence.startswith("the run saved and stopped at step 9, at noise")

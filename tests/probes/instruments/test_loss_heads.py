@@ -8,19 +8,19 @@ from torch import Tensor
 
 from parity.model.dflash.drafter import block_ids
 from parity.model.training.data import Batch
-from parity.probes.adapters.base import Missing, Reference
+from parity.probes.adapters.base import NotExposed, TargetReference
 from parity.probes.adapters.builtin import Builtin
-from parity.probes.base import Answer
-from parity.probes.instruments.loss.designed_row import craft
+from parity.probes.base import ProbeAnswer
+from parity.probes.instruments.loss.designed_row import design_batch
 from parity.probes.instruments.loss.solve import _squares
-from parity.probes.subject import Subject, ask
+from parity.probes.subject import ExaminedAdapter, query_probes
 from tests.faults.injected.loss import KL, Plain, configured
 from tests.faults.injected.loss_head import OwnHead, distilled, own_head
 from tests.faults.wiring import builtin
 
 
-def _asked(adapter: Builtin) -> Answer:
-    return ask(Subject(adapter), only=["loss"])[0][1]
+def _asked(adapter: Builtin) -> ProbeAnswer:
+    return query_probes(ExaminedAdapter(adapter), only=["loss"])[0][1]
 
 
 def test_a_squared_temperature_that_is_declared_as_a_factor_is_no_fault() -> None:
@@ -75,8 +75,8 @@ def test_a_head_of_its_own_is_told_with_the_loss_that_it_has() -> None:
 def test_the_gradient_at_a_head_is_told_as_it_is() -> None:
     adapter = _with_head(0.0)
     finding = _asked(adapter).findings[0]
-    subject = Subject(adapter)
-    crafted = craft(subject)
+    subject = ExaminedAdapter(adapter)
+    crafted = design_batch(subject)
     states = crafted.states.clone().requires_grad_(True)
     loss = subject.step(crafted.batch, states, anchors=crafted.anchors).loss
     (gradient,) = torch.autograd.grad(loss, subject.parameters["own_head"])
@@ -86,8 +86,8 @@ def test_the_gradient_at_a_head_is_told_as_it_is() -> None:
 class NoReference(Builtin):
     """The target is not shown."""
 
-    def reference(self, batch: Batch) -> Reference:
-        raise Missing("reference")
+    def reference(self, batch: Batch) -> TargetReference:
+        raise NotExposed("reference")
 
 
 def test_without_the_target_a_trained_head_is_named_before_what_is_not_recognised() -> None:

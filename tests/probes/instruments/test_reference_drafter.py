@@ -11,22 +11,22 @@ from parity.model.dflash.config import DrafterConfig, RopeConfig, layer_rules
 from parity.model.dflash.drafter import Drafter, block_ids
 from parity.model.dflash.mask import training_layout
 from parity.probes.instruments.drafter.reference import (
-    Reading,
-    Row,
-    View,
-    Weights,
+    BlockRow,
+    DrafterHypothesis,
+    DrafterWeights,
+    LayerView,
     block_seen,
-    changed,
+    compute_hidden_states,
     context_seen,
     distance,
-    hidden,
     limit,
+    override_parameters,
     reach,
 )
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 YARN = RopeConfig(rope_theta=5000.0, rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
-ROW = Row(
+ROW = BlockRow(
     tokens=torch.arange(10, 24),
     position=torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 0, 1]),
     document=torch.tensor([0] * 8 + [1] * 4 + [-1] * 2),
@@ -77,11 +77,11 @@ def test_it_computes_what_the_drafter_computes(
     ids = block_ids(ROW.tokens, ROW.anchors, 3, 3)
     with torch.no_grad():
         ours = drafter(states, table[ids], layout, attention="eager")
-    layers = tuple(View(window=rule.window, causal=rule.causal) for rule in drafter.config.layers)
-    reading = Reading(layers=layers, rope=rope, eps=1e-5, mask_token_id=3)
-    weights = Weights.of(dict(drafter.named_parameters()))
+    layers = tuple(LayerView(window=rule.window, causal=rule.causal) for rule in drafter.config.layers)
+    reading = DrafterHypothesis(layers=layers, rope=rope, eps=1e-5, mask_token_id=3)
+    weights = DrafterWeights.of(dict(drafter.named_parameters()))
     assert weights is not None
-    made = hidden(weights, reading, ROW, states, table)
+    made = compute_hidden_states(weights, reading, ROW, states, table)
     torch.testing.assert_close(made, ours, atol=1e-12, rtol=1e-10)
     for other in (
         replace(reading, shift=1),
@@ -91,52 +91,58 @@ def test_it_computes_what_the_drafter_computes(
         replace(reading, mask_token_id=4),
         reading.with_layer(0, replace(layers[0], causal=not layers[0].causal)),
     ):
-        assert distance(hidden(weights, other, ROW, states, table), made) > 1e-4
+        assert distance(compute_hidden_states(weights, other, ROW, states, table), made) > 1e-4
     bound = limit(weights, reading, ROW, states, table, torch.float32)
-    single = hidden(weights, reading, ROW, states, table, dtype=torch.float32)
+    single = compute_hidden_states(weights, reading, ROW, states, table, dtype=torch.float32)
     assert 1e-8 < distance(single, made) < bound < 1e-4
     assert limit(weights, reading, ROW, states, table, torch.bfloat16) > 100 * bound
 
 
-def _tokens(view: View, anchor: int, slot: int) -> list[int]:
-    return context_seen(view, Reading(layers=(view,)), ROW)[anchor, slot].nonzero().flatten().tolist()
+def _tokens(view: LayerView, anchor: int, slot: int) -> list[int]:
+    return (
+        context_seen(view, DrafterHypothesis(layers=(view,)), ROW)[anchor, slot].nonzero().flatten().tolist()
+    )
 
 
 def test_what_is_seen_by_hand() -> None:
-    full, query, anchor = View(), View(window=3), View(window=3, window_from="anchor")
+    full, query, anchor = LayerView(), LayerView(window=3), LayerView(window=3, window_from="anchor")
     assert [_tokens(full, 1, slot) for slot in range(3)] == [[0, 1, 2, 3, 4]] * 3
     assert [_tokens(query, 1, slot) for slot in range(3)] == [[3, 4], [4], []]
     assert [_tokens(anchor, 1, slot) for slot in range(3)] == [[2, 3, 4]] * 3
     assert _tokens(full, 2, 0) == [8, 9]
     assert _tokens(full, 0, 2) == [0]
-    assert block_seen(View(causal=True), 3).tolist() == [
+    assert block_seen(LayerView(causal=True), 3).tolist() == [
         [True, False, False],
         [True, True, False],
         [True] * 3,
     ]
-    assert block_seen(View(window=2), 3).tolist() == [[True, True, False], [True] * 3, [False, True, True]]
+    assert block_seen(LayerView(window=2), 3).tolist() == [
+        [True, True, False],
+        [True] * 3,
+        [False, True, True],
+    ]
 
 
 def test_reach_goes_through_other_slots_from_the_second_layer_on() -> None:
-    def reached(slot: int, *views: View) -> list[int]:
-        return reach(Reading(layers=views), ROW)[1, slot].nonzero().flatten().tolist()
+    def reached(slot: int, *views: LayerView) -> list[int]:
+        return reach(DrafterHypothesis(layers=views), ROW)[1, slot].nonzero().flatten().tolist()
 
-    two = View(
+    two = LayerView(
         window=2
     )  # of the context slot 0 sees token 4, the others nothing; of the block their neighbours
     assert [reached(slot, two) for slot in range(3)] == [[4], [], []]
     assert [reached(slot, two, two) for slot in range(3)] == [[4], [4], []]
     assert [reached(slot, two, two, two) for slot in range(3)] == [[4], [4], [4]]
-    assert reached(2, View(window=2), View(window=2, window_from="anchor", causal=True)) == [3, 4]
-    assert reached(0, two, View(causal=True)) == [0, 1, 2, 3, 4]
+    assert reached(2, LayerView(window=2), LayerView(window=2, window_from="anchor", causal=True)) == [3, 4]
+    assert reached(0, two, LayerView(causal=True)) == [0, 1, 2, 3, 4]
 
 
 def test_names_that_are_not_zlabs_are_no_weights() -> None:
     parameters: dict[str, Any] = dict(_drafter((FULL,), None, RopeConfig()).named_parameters())
-    assert Weights.of(parameters) is not None
-    assert Weights.of({f"model.{name}": tensor for name, tensor in parameters.items()}) is None
+    assert DrafterWeights.of(parameters) is not None
+    assert DrafterWeights.of({f"model.{name}": tensor for name, tensor in parameters.items()}) is None
     parameters["layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
-    assert Weights.of(parameters) is None
+    assert DrafterWeights.of(parameters) is None
 
 
 def test_a_distance_to_what_is_not_finite_is_infinite() -> None:
@@ -147,7 +153,7 @@ def test_a_distance_to_what_is_not_finite_is_infinite() -> None:
 def test_changed_values_leave_earlier_graphs_alone() -> None:
     weight = torch.nn.Parameter(torch.tensor([2.0]))
     made = (weight * weight).sum()
-    with changed({"weight": weight}, {"weight": torch.tensor([5.0])}):
+    with override_parameters({"weight": weight}, {"weight": torch.tensor([5.0])}):
         assert weight.item() == 5
     assert weight.item() == 2
     assert torch.autograd.grad(made, weight)[0].item() == 4

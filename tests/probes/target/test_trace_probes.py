@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from parity.model.target.backends import parse
+from parity.model.target.backends import parse_backend
 from parity.model.target.capture import capture
-from parity.model.target.load import Target, TargetSpec, load
+from parity.model.target.load import Target, TargetSpec, load_target
 from parity.model.target.operator_replay import replay
-from parity.probes.base import Answer, Evidence
+from parity.probes.base import Evidence, ProbeAnswer
 from parity.probes.table import TABLE
 from parity.reports.record import Finding
 from parity.tracing.trace import Trace
@@ -89,14 +89,14 @@ class Bench:
         backend: str = "torch",
         **options: Any,
     ) -> None:
-        target = load(TargetSpec(model=str(self.model), dtype=dtype))
+        target = load_target(TargetSpec(model=str(self.model), dtype=dtype))
         calls = self.folder / f"{name}.operators.safetensors"
         with plant(target, self.operator):
             capture(
                 target,
                 [REQUEST],
                 self.folder / name,
-                backend=parse(backend),
+                backend=parse_backend(backend),
                 fingerprint=name,
                 operators=calls,
                 **options,
@@ -104,7 +104,7 @@ class Bench:
         self.traces[name] = Trace.open(self.folder / name)
         self.operators[name] = calls
 
-    def ask(self, probe: str, **changes: Any) -> Answer:
+    def ask(self, probe: str, **changes: Any) -> ProbeAnswer:
         evidence = Evidence(
             **(
                 {
@@ -122,7 +122,7 @@ class Bench:
                 | changes
             )
         )
-        answer: Answer = next(entry for entry in TABLE if entry.name == probe).load().run(evidence)
+        answer: ProbeAnswer = next(entry for entry in TABLE if entry.name == probe).load().run(evidence)
         return answer
 
 
@@ -133,7 +133,7 @@ def bench(tmp_path: Path, hybrid: Path, change_operator: Change) -> Bench:
     return made
 
 
-def found(answer: Answer, name: str) -> Finding:
+def found(answer: ProbeAnswer, name: str) -> Finding:
     return next(finding for finding in answer.findings if finding.name == name)
 
 
@@ -235,7 +235,7 @@ def test_what_is_not_finite_does_not_pass(probe: str, bench: Bench) -> None:
 
     bench.take("golden", backend="golden")
     golden = bench.folder / "golden.fp32.calls.safetensors"
-    replay(bench.operators["torch.fp32"], golden, parse("golden"))
+    replay(bench.operators["torch.fp32"], golden, parse_backend("golden"))
     bench.take("wrong", broken)
     answer = bench.ask(
         probe,
@@ -261,7 +261,7 @@ def test_loading(bench: Bench) -> None:
 
 def test_operators(bench: Bench) -> None:
     golden = bench.folder / "golden.safetensors"
-    replay(bench.operators["torch.fp32"], golden, parse("golden"))
+    replay(bench.operators["torch.fp32"], golden, parse_backend("golden"))
     bench.operators["golden.fp32"] = golden
     bench.take("other.fp32.local", rounding, local_from=local(bench))
     answer = bench.ask("operators", other="fla-interpreted")
@@ -278,7 +278,7 @@ def test_operators(bench: Bench) -> None:
 def test_operators_with_other_inputs_are_no_evidence(bench: Bench) -> None:
     """Calls whose inputs were not recorded on torch are counted, and nothing compared is not a pass."""
     golden = bench.folder / "golden.safetensors"
-    replay(bench.operators["torch.fp32"], golden, parse("golden"))
+    replay(bench.operators["torch.fp32"], golden, parse_backend("golden"))
     bench.take("elsewhere", off_norm)
     changed = {
         "torch.fp32": bench.operators["torch.fp32"],

@@ -10,19 +10,19 @@ from torch import Tensor
 from parity.model.dflash.config import RopeConfig
 from parity.model.dflash.drafter import Rope
 from parity.probes.adapters.builtin import Builtin
-from parity.probes.base import Answer
-from parity.probes.instruments.drafter.receptive_field import Look, exchange
-from parity.probes.subject import Subject, ask
+from parity.probes.base import ProbeAnswer
+from parity.probes.instruments.drafter.receptive_field import ProbeBatch, exchange
+from parity.probes.subject import ExaminedAdapter, query_probes
 from parity.probes.trainer import context
 from tests.faults.injected.context import PLANTS, FirstTokenMissing, OtherDocuments, _causal
 from tests.faults.wiring import builtin
 
 
-def _answer(adapter: Builtin) -> Answer:
-    return ask(Subject(adapter), only=["context"])[0][1]
+def _answer(adapter: Builtin) -> ProbeAnswer:
+    return query_probes(ExaminedAdapter(adapter), only=["context"])[0][1]
 
 
-def _facts(answer: Answer) -> dict[str, Any]:
+def _facts(answer: ProbeAnswer) -> dict[str, Any]:
     assert answer.statement is not None
     return dict(answer.statement.facts)
 
@@ -42,7 +42,7 @@ def test_facts_of_two_different_layers() -> None:
 
 def test_a_measured_window_is_told_in_the_facts() -> None:
     plant = next(each for each in PLANTS if each.name == "window of 5 for 6 in one layer")
-    facts = _facts(ask(Subject(plant.build()), only=["context"])[0][1])
+    facts = _facts(query_probes(ExaminedAdapter(plant.build()), only=["context"])[0][1])
     assert facts["context.layer.0"] == "window 5 from the query, bidirectional"
     assert facts["context.layer.1"] == "window 6 from the query, bidirectional"
 
@@ -121,16 +121,16 @@ def test_attention_that_adds_nothing_is_made_to_add(factor: float) -> None:
 def test_every_anchor_is_exchanged_without_every_other_one(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject = Subject(builtin())
-    look = Look(subject, subject.batch, subject.anchors(subject.batch, 6)[:count])
+    subject = ExaminedAdapter(builtin())
+    look = ProbeBatch(subject, subject.batch, subject.anchors(subject.batch, 6)[:count])
     steps: list[Tensor] = []
-    right = Look.moved_by
+    right = ProbeBatch.moved_by
 
-    def moved_by(self: Look, tokens: Tensor) -> Tensor:
+    def moved_by(self: ProbeBatch, tokens: Tensor) -> Tensor:
         steps.append((tokens != self.batch.tokens)[self.anchors])
         return right(self, tokens)
 
-    monkeypatch.setattr(Look, "moved_by", moved_by)
+    monkeypatch.setattr(ProbeBatch, "moved_by", moved_by)
     made = exchange(look, subject.adapter.vocabulary, 3)
     assert made.other is None and not bool(made.still.any()) and not bool(made.text.any())
     on = torch.stack(steps)
@@ -140,9 +140,9 @@ def test_every_anchor_is_exchanged_without_every_other_one(
 
 
 def test_a_graph_that_was_made_before_can_be_differentiated_after() -> None:
-    subject = Subject(builtin())
+    subject = ExaminedAdapter(builtin())
     parameters = [tensor for tensor in subject.parameters.values() if tensor.requires_grad]
-    before = torch.autograd.grad(subject.shown.loss, parameters, retain_graph=True)
-    ask(subject, only=["context", "decode", "export"])
-    after = torch.autograd.grad(subject.shown.loss, parameters)
+    before = torch.autograd.grad(subject.step_output.loss, parameters, retain_graph=True)
+    query_probes(subject, only=["context", "decode", "export"])
+    after = torch.autograd.grad(subject.step_output.loss, parameters)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

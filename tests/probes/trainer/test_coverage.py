@@ -6,22 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.model.dflash.step import Wiring
+from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
-from parity.probes.adapters.base import Missing
+from parity.probes.adapters.base import NotExposed
 from parity.probes.adapters.builtin import Builtin
-from parity.probes.base import Answer
-from parity.probes.subject import Subject, ask
-from parity.probes.trainer.coverage import EPOCHS, SEED
+from parity.probes.base import ProbeAnswer
+from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.trainer.coverage import DRAW_SEED, EPOCHS
 from tests.faults.injected.coverage import RowBudget
 from tests.faults.wiring import builtin
 
 
-def _answer(adapter: Builtin) -> Answer:
-    return ask(Subject(adapter), only=["coverage"])[0][1]
+def _answer(adapter: Builtin) -> ProbeAnswer:
+    return query_probes(ExaminedAdapter(adapter), only=["coverage"])[0][1]
 
 
-def _facts(answer: Answer) -> dict[str, Any]:
+def _facts(answer: ProbeAnswer) -> dict[str, Any]:
     assert answer.statement is not None
     return dict(answer.statement.facts)
 
@@ -33,7 +33,7 @@ class Seen(Builtin):
 
     def draw(self, batch: Batch, *, seed: int, epoch: int) -> Tensor:
         drawn = super().draw(batch, seed=seed, epoch=epoch)
-        if seed == SEED:
+        if seed == DRAW_SEED:
             type(self).drawn.append((batch, drawn))
         return drawn
 
@@ -63,7 +63,7 @@ def test_our_anchors_do_not_depend_on_the_row() -> None:
     assert facts["coverage.depends_on_row"] is False and facts["coverage.budget"] == "document"
 
 
-class ByRow(Wiring):
+class ByRow(TrainingStep):
     """A global generator: what a document draws depends on what stands before it."""
 
     def anchors(self, batch: Batch, seed: int) -> Tensor:
@@ -88,7 +88,7 @@ class NoDraw(Builtin):
     """Anchors are drawn elsewhere."""
 
     def draw(self, batch: Batch, *, seed: int, epoch: int) -> Tensor:
-        raise Missing("draw")
+        raise NotExposed("draw")
 
 
 def test_skipped_without_a_draw() -> None:
@@ -105,10 +105,10 @@ def test_share_and_budget_are_what_is_declared() -> None:
         assert all(abs(float(row[3]) - float(row[2])) < 1e-9 for row in table.rows)  # type: ignore[arg-type]
 
 
-def by_row(anchors: int) -> type[Wiring]:
+def by_row(anchors: int) -> type[TrainingStep]:
     """So many anchors a row, whatever documents it holds."""
 
-    class ByRowNumber(Wiring):
+    class ByRowNumber(TrainingStep):
         def anchors(self, batch: Batch, seed: int) -> Tensor:
             every = torch.nonzero(batch.loss_mask & (batch.document >= 0)).squeeze(-1)
             order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed + batch.epoch))
@@ -131,7 +131,7 @@ def test_a_row_s_budget_of_the_declared_number_starves_its_documents() -> None:
     assert "8 for the whole row, which its documents share" in answer.findings[0].sentence
 
 
-class ByChance(Wiring):
+class ByChance(TrainingStep):
     """Every candidate with a chance of its own: no number is anyone's."""
 
     def anchors(self, batch: Batch, seed: int) -> Tensor:
@@ -141,6 +141,6 @@ class ByChance(Wiring):
 
 
 def test_documents_with_a_budget_or_a_chance_of_their_own_are_no_row() -> None:
-    for wiring in (Wiring, ByChance):
+    for wiring in (TrainingStep, ByChance):
         answer = _answer(builtin({"recipe.block.share": 0.3, "recipe.block.anchors": 512}, wiring))
         assert _facts(answer)["coverage.budget"] == "document"

@@ -8,23 +8,23 @@ import torch
 from torch import Tensor
 
 from parity.model.training.data import Batch
-from parity.probes.adapters.base import Missing
+from parity.probes.adapters.base import NotExposed
 from parity.probes.adapters.builtin import Builtin
-from parity.probes.base import Answer
+from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.drafter.inference import distances
-from parity.probes.subject import Subject, ask
+from parity.probes.subject import ExaminedAdapter, query_probes
 from parity.probes.trainer.decode import _loop_fault, _tie
 from tests.faults.wiring import builtin
 
 
 class NoDraft(Builtin):
     def draft(self, batch: Batch, states: Tensor, anchor: int) -> Tensor:
-        raise Missing("draft")
+        raise NotExposed("draft")
 
 
 class NoLoop(Builtin):
     def generate(self, prompt: Sequence[int], new_tokens: int) -> tuple[Sequence[int], Sequence[int]]:
-        raise Missing("generate")
+        raise NotExposed("generate")
 
 
 class Neither(NoDraft, NoLoop):
@@ -49,10 +49,10 @@ class OneShort(Builtin):
         return super().draft(batch, states, anchor)[:-1]
 
 
-def _answer(kind: type[Builtin]) -> Answer:
+def _answer(kind: type[Builtin]) -> ProbeAnswer:
     adapter = builtin()
     adapter.__class__ = kind
-    return ask(Subject(adapter), only=["decode"])[0][1]
+    return query_probes(ExaminedAdapter(adapter), only=["decode"])[0][1]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_where_a_text_leaves_the_targets() -> None:
 
 
 def test_a_tie_is_judged_by_the_targets_own_logits() -> None:
-    subject = Subject(builtin())
+    subject = ExaminedAdapter(builtin())
     text = [5, 6, 7, 8]
     logits = subject.adapter.reference(
         Batch(

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import save_file
 
 from parity.probes.adapters.builtin import Builtin
-from parity.probes.base import Answer
-from parity.probes.subject import Subject, ask
+from parity.probes.base import ProbeAnswer
+from parity.probes.subject import ExaminedAdapter, query_probes
 from tests.faults.injected.export import _config, _tensors
 from tests.faults.wiring import builtin
 
 
-def _answer(adapter: Builtin) -> Answer:
-    return ask(Subject(adapter), only=["export"])[0][1]
+def _answer(adapter: Builtin) -> ProbeAnswer:
+    return query_probes(ExaminedAdapter(adapter), only=["export"])[0][1]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     import tempfile
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ask(Subject(builtin()), only=["export", "resume"])
+    query_probes(ExaminedAdapter(builtin()), only=["export", "resume"])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from parity.probes.adapters.base import Missing
+from parity.probes.adapters.base import NotExposed
 from parity.probes.adapters.builtin import Builtin
-from parity.probes.base import Answer
-from parity.probes.subject import Subject, ask
+from parity.probes.base import ProbeAnswer
+from parity.probes.subject import ExaminedAdapter, query_probes
 from parity.probes.trainer.frozen import _unlike
 from tests.faults.injected.frozen import DetachedContext
 from tests.faults.wiring import builtin
@@ -17,15 +17,15 @@ from tests.faults.wiring import builtin
 def _missing(*names: str) -> type[Builtin]:
     def raising(name: str) -> Any:
         def method(self: Any, *args: Any, **options: Any) -> Any:
-            raise Missing(name)
+            raise NotExposed(name)
 
         return method
 
     return type("Lacking", (Builtin,), {name: raising(name) for name in names})
 
 
-def _answer(adapter: Builtin) -> Answer:
-    return ask(Subject(adapter), only=["frozen"])[0][1]
+def _answer(adapter: Builtin) -> ProbeAnswer:
+    return query_probes(ExaminedAdapter(adapter), only=["frozen"])[0][1]
 
 
 @pytest.mark.parametrize(

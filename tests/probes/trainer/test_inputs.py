@@ -4,29 +4,29 @@ from typing import Any
 
 import pytest
 
-from parity.model.dflash.step import StepOutput, Wiring
+from parity.model.dflash.step import StepOutput, TrainingStep
 from parity.model.training.data import Batch
-from parity.model.training.states import Captured
-from parity.probes.adapters.base import Missing, Reference
+from parity.model.training.states import StepStates
+from parity.probes.adapters.base import NotExposed, TargetReference
 from parity.probes.adapters.builtin import Builtin
-from parity.probes.base import Answer
-from parity.probes.subject import Subject, ask
+from parity.probes.base import ProbeAnswer
+from parity.probes.subject import ExaminedAdapter, query_probes
 from parity.reports.record import Table
 from tests.faults.injected.inputs import AllSlices, fed, layers, teacher_from, wider
 from tests.faults.injected.noise import OnAllSlices
 from tests.faults.wiring import builtin
 
 
-def _answer(adapter: Builtin) -> Answer:
-    return ask(Subject(adapter), only=["inputs"])[0][1]
+def _answer(adapter: Builtin) -> ProbeAnswer:
+    return query_probes(ExaminedAdapter(adapter), only=["inputs"])[0][1]
 
 
-def _facts(answer: Answer) -> dict[str, Any]:
+def _facts(answer: ProbeAnswer) -> dict[str, Any]:
     assert answer.statement is not None
     return dict(answer.statement.facts)
 
 
-def _matrix(answer: Answer) -> dict[tuple[Any, Any], float]:
+def _matrix(answer: ProbeAnswer) -> dict[tuple[Any, Any], float]:
     table: Table = next(each for each in answer.tables if each.name == "inputs.influence")
     return {(row[0], row[1]): float(row[2] or 0.0) for row in table.rows}
 
@@ -87,10 +87,10 @@ class NoCapture(Builtin):
     """A trainer whose states come from elsewhere."""
 
     def capture(self, batch: Batch) -> Any:
-        raise Missing("capture (vLLM makes them)")
+        raise NotExposed("capture (vLLM makes them)")
 
-    def reference(self, batch: Batch) -> Reference:
-        raise Missing("reference")
+    def reference(self, batch: Batch) -> TargetReference:
+        raise NotExposed("reference")
 
 
 def test_without_a_capture_the_rest_is_asked() -> None:
@@ -105,10 +105,10 @@ def test_without_a_capture_the_rest_is_asked() -> None:
 class Both(OnAllSlices, AllSlices):
     """Faults 1 and 2 of design.md section 1 together."""
 
-    def step(self, batch: Batch, captured: Captured, **options: Any) -> StepOutput:
+    def step(self, batch: Batch, captured: StepStates, **options: Any) -> StepOutput:
         return OnAllSlices.step(self, batch, captured, **options)
 
-    def split(self, captured: Captured) -> Any:
+    def split(self, captured: StepStates) -> Any:
         return AllSlices.split(self, captured)
 
 
@@ -118,11 +118,11 @@ def test_noise_on_the_teacher_does_not_hide_what_enters_fc() -> None:
     assert answer.findings[0].fault == "fc-teacher"
 
 
-class Detached(Wiring):
+class Detached(TrainingStep):
     """Conditioning states are data: no gradient reaches them."""
 
-    def split(self, captured: Captured) -> Any:
-        conditioning, teacher = super().split(captured)
+    def split(self, captured: StepStates) -> Any:
+        conditioning, teacher = super().split_slices(captured)
         return conditioning.detach(), teacher
 
 

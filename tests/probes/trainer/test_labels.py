@@ -7,21 +7,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import Blocks
-from parity.model.dflash.step import Wiring
+from parity.model.dflash.anchors import BlockLabels
+from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
-from parity.probes.base import Answer
-from parity.probes.instruments.loss.labels import read, still, told
-from parity.probes.subject import Subject, ask
+from parity.probes.base import ProbeAnswer
+from parity.probes.instruments.loss.labels import estimate_labels, is_same_label, label_step_of
+from parity.probes.subject import ExaminedAdapter, query_probes
 from tests.faults.injected.labels import Crossing, teacher_shifted
 from tests.faults.wiring import builtin
 
 
-def _answer(changes: dict[str, Any] | None = None, wiring: type[Wiring] = Wiring) -> Answer:
-    return ask(Subject(builtin(changes, wiring)), only=["labels"])[0][1]
+def _answer(changes: dict[str, Any] | None = None, wiring: type[TrainingStep] = TrainingStep) -> ProbeAnswer:
+    return query_probes(ExaminedAdapter(builtin(changes, wiring)), only=["labels"])[0][1]
 
 
-def _facts(answer: Answer) -> dict[str, Any]:
+def _facts(answer: ProbeAnswer) -> dict[str, Any]:
     assert answer.statement is not None
     return dict(answer.statement.facts)
 
@@ -46,7 +46,7 @@ def test_the_source_is_read(changes: dict[str, Any], source: str) -> None:
 
 
 def test_labels_read_are_the_step_s_own() -> None:
-    step = told(Subject(builtin({"recipe.block.size": 8})))
+    step = label_step_of(ExaminedAdapter(builtin({"recipe.block.size": 8})))
     assert step.reading is not None and step.shown.labels is not None
     own = step.shown.labels[step.at.block, step.at.slot]
     assert torch.equal(step.reading.label, own)
@@ -55,14 +55,14 @@ def test_labels_read_are_the_step_s_own() -> None:
 
 
 def test_a_label_explains_only_its_own_gradient() -> None:
-    subject = Subject(builtin({"recipe.block.size": 8}))
-    step = told(subject)
+    subject = ExaminedAdapter(builtin({"recipe.block.size": 8}))
+    step = label_step_of(subject)
     assert step.reading is not None
-    assert still(step.crafted, step.at, step.reading).all()
+    assert is_same_label(step.crafted, step.at, step.reading).all()
     other = replace(step.reading, label=step.reading.label.roll(1))
     differ = other.label != step.reading.label
-    assert differ.any() and not still(step.crafted, step.at, other)[differ].any()
-    again = read(subject, step.crafted, step.at)
+    assert differ.any() and not is_same_label(step.crafted, step.at, other)[differ].any()
+    again = estimate_labels(subject, step.crafted, step.at)
     assert torch.equal(again.label, step.reading.label)
 
 
@@ -75,7 +75,7 @@ def test_offsets_are_told_with_their_sign() -> None:
 def test_the_place_of_a_crossing_label() -> None:
     answer = _answer({"recipe.block.size": 8}, Crossing)
     assert answer.findings[0].fault == "label-documents"
-    subject = Subject(builtin({"recipe.block.size": 8}))
+    subject = ExaminedAdapter(builtin({"recipe.block.size": 8}))
     boundary = int((subject.batch.document == 0).sum())
     assert f"trained on token {boundary}" in answer.findings[0].sentence
 
@@ -87,11 +87,11 @@ def test_a_hole_is_met_and_its_rule_told() -> None:
     assert before["labels.slots"] < _facts(_answer({"recipe.block.size": 8}))["labels.slots"]
 
 
-class Nothing(Wiring):
+class Nothing(TrainingStep):
     """No slot is supervised."""
 
-    def blocks(self, batch: Batch, anchors: Tensor) -> Blocks:
-        return super().blocks(batch.muted(), anchors)
+    def blocks(self, batch: Batch, anchors: Tensor) -> BlockLabels:
+        return super().blocks(batch.without_supervision(), anchors)
 
 
 def test_nothing_trained_is_no_pass() -> None:
@@ -100,7 +100,7 @@ def test_nothing_trained_is_no_pass() -> None:
     assert _facts(answer) == {"labels.slots": 0}
 
 
-class Odd(Wiring):
+class Odd(TrainingStep):
     """Logits that no softmax of the head's product has."""
 
     def objective(self, hidden: Tensor, *args: Any, **options: Any) -> Any:

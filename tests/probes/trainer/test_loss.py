@@ -8,26 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import Blocks
-from parity.model.dflash.step import Wiring
-from parity.model.training.loss import Objective, Teacher
-from parity.probes.adapters.base import Reference, Shown
+from parity.model.dflash.anchors import BlockLabels
+from parity.model.dflash.step import TrainingStep
+from parity.model.training.loss import Objective, TeacherStates
+from parity.probes.adapters.base import AdapterStep, TargetReference
 from parity.probes.adapters.builtin import Builtin
-from parity.probes.base import Answer
-from parity.probes.instruments.loss.designed_row import craft
-from parity.probes.instruments.loss.head_gradient import SOFT, AtHead, row_ids, term_values
+from parity.probes.base import ProbeAnswer
+from parity.probes.instruments.loss.designed_row import design_batch
+from parity.probes.instruments.loss.head_gradient import SOFT, HeadGradients, row_ids, term_values
 from parity.probes.instruments.loss.mixture import explain, unseen
-from parity.probes.instruments.loss.slot_weights import Slots, recognise
-from parity.probes.subject import Subject, ask
+from parity.probes.instruments.loss.slot_weights import WeightedSlots, recognise_law
+from parity.probes.subject import ExaminedAdapter, query_probes
 from tests.faults.injected.loss import Plain, Team, configured
 from tests.faults.wiring import builtin
 
 
-def _answer(changes: dict[str, Any] | None = None, wiring: type[Wiring] = Wiring) -> Answer:
-    return ask(Subject(builtin(changes, wiring)), only=["loss"])[0][1]
+def _answer(changes: dict[str, Any] | None = None, wiring: type[TrainingStep] = TrainingStep) -> ProbeAnswer:
+    return query_probes(ExaminedAdapter(builtin(changes, wiring)), only=["loss"])[0][1]
 
 
-def _facts(answer: Answer) -> dict[str, Any]:
+def _facts(answer: ProbeAnswer) -> dict[str, Any]:
     assert answer.statement is not None
     return dict(answer.statement.facts)
 
@@ -56,7 +56,7 @@ def test_term_values_by_hand() -> None:
 
 def _at_head(
     seed: int = 0, slots: int = 12, vocabulary: int = 30, width: int = 16
-) -> tuple[AtHead, Tensor, Tensor]:
+) -> tuple[HeadGradients, Tensor, Tensor]:
     """A made-up step whose loss is the sum of weights times cross-entropy, in float64; labels and weights."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(3, slots // 3 + 1, width, generator=generator, dtype=torch.float64).requires_grad_(
@@ -67,14 +67,14 @@ def _at_head(
     weights = torch.rand(hidden.shape[:2], generator=generator, dtype=torch.float64) + 0.1
     weights[:, 0] = 0
     nll = -(hidden @ head.T).log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
-    shown = Shown(
+    shown = AdapterStep(
         loss=(weights * nll).sum(),
         hidden=hidden,
         head=head,
         anchors=torch.tensor([2, 9, 20]),
         fc_input=torch.zeros(30, 4),
     )
-    at = AtHead.of(shown)
+    at = HeadGradients.of(shown)
     return at, labels[at.block, at.slot], weights[at.block, at.slot]
 
 
@@ -84,14 +84,14 @@ def test_weights_of_a_hand_made_loss_are_recovered() -> None:
     assert at.index.tolist()[:4] == [3, 4, 5, 6]
     columns = at.columns(["ce:x", "smoothing"], {"x": labels}, None)
     fit = explain(at.gradient, columns, 1e-12)
-    assert list(fit.shares) == ["ce:x"] and fit.explained
+    assert list(fit.shares) == ["ce:x"] and fit.choose_mixture_with_law
     np.testing.assert_allclose(fit.weights, weights.numpy(), rtol=1e-12)
 
 
 def test_wrong_labels_explain_nothing() -> None:
     at, labels, _ = _at_head()
     fit = explain(at.gradient, at.columns(["ce:x"], {"x": labels.roll(1)}, None), 1e-6)
-    assert not fit.explained and fit.residual > 0.1
+    assert not fit.choose_mixture_with_law and fit.residual > 0.1
 
 
 @pytest.mark.parametrize("share", [0.5, 0.01, 0.0005])
@@ -129,7 +129,7 @@ def test_what_would_not_be_seen_ends_where_it_says() -> None:
     for factor, seen in ((0.7, False), (1.4, True)):
         share = factor * bound
         mixed = weights[:, None] * ((1 - share) * columns["ce:x"] + share * columns["kl"])
-        assert explain(mixed, hard, limit).explained is not seen
+        assert explain(mixed, hard, limit).choose_mixture_with_law is not seen
 
 
 def test_rows_are_found_whatever_the_dtype() -> None:
@@ -141,13 +141,15 @@ def test_rows_are_found_whatever_the_dtype() -> None:
 # --- laws -------------------------------------------------------------------------------------------------
 
 
-def _slots(weight: Any, *, blocks: int = 4, size: int = 8, seed: int = 0, noise: float = 0.0) -> Slots:
+def _slots(
+    weight: Any, *, blocks: int = 4, size: int = 8, seed: int = 0, noise: float = 0.0
+) -> WeightedSlots:
     """Slots of whole blocks; weight(block, slot, chance, right) gives each one's."""
     generator = np.random.default_rng(seed)
     block, slot = (each.ravel() for each in np.meshgrid(np.arange(blocks), np.arange(1, size), indexing="ij"))
     chance, right = generator.uniform(0.05, 0.9, len(block)), generator.random(len(block)) < 0.6
     made = np.array([weight(b, k, chance, right) for b, k in zip(block, slot, strict=True)], dtype=np.float64)
-    return Slots(
+    return WeightedSlots(
         block=block,
         slot=slot,
         weight=made * (1 + noise * generator.standard_normal(len(made))),
@@ -161,19 +163,19 @@ def _slots(weight: Any, *, blocks: int = 4, size: int = 8, seed: int = 0, noise:
 
 
 def test_exponential_and_its_error() -> None:
-    law = recognise(_slots(lambda b, k, c, r: 0.3 * math.exp(-(k - 1) / 4)))
+    law = recognise_law(_slots(lambda b, k, c, r: 0.3 * math.exp(-(k - 1) / 4)))
     assert law.kind == "exp" and law.parameters["gamma"] == pytest.approx(4, rel=1e-9)
     assert law.scale == pytest.approx(0.3) and law.errors["gamma"] < 1e-9
-    noisy = recognise(_slots(lambda b, k, c, r: math.exp(-(k - 1) / 4), noise=3e-3))
+    noisy = recognise_law(_slots(lambda b, k, c, r: math.exp(-(k - 1) / 4), noise=3e-3))
     assert noisy.kind == "exp"
     assert abs(noisy.parameters["gamma"] - 4) < 5 * noisy.errors["gamma"] < 0.2
 
 
 def test_uniform_per_slot_and_unknown() -> None:
-    assert recognise(_slots(lambda b, k, c, r: 2.5)).kind == "uniform"
-    assert recognise(_slots(lambda b, k, c, r: 9.0 - k)).kind == "per-slot"
+    assert recognise_law(_slots(lambda b, k, c, r: 2.5)).kind == "uniform"
+    assert recognise_law(_slots(lambda b, k, c, r: 9.0 - k)).kind == "per-slot"
     odd = np.random.default_rng(3).uniform(0.5, 2, (9, 9))
-    assert recognise(_slots(lambda b, k, c, r: odd[b, k])).kind == "unknown"
+    assert recognise_law(_slots(lambda b, k, c, r: odd[b, k])).kind == "unknown"
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.45, 0.5, 1.0])
@@ -184,7 +186,7 @@ def test_dpace_by_its_definition(alpha: float) -> None:
         own = (1 - alpha) * chance[b * 7 : b * 7 + 7] + alpha
         return float(sum(np.prod(own[:j]) for j in range(k, 8)))
 
-    law = recognise(_slots(weight), prefer="dpace")
+    law = recognise_law(_slots(weight), prefer="dpace")
     assert law.kind == "dpace" and law.parameters["alpha"] == pytest.approx(alpha, abs=1e-6)
     assert law.scale == pytest.approx(1)
 
@@ -205,7 +207,7 @@ def test_attached_dpace_by_finite_differences() -> None:
         step[at] = 1e-6
         shown[at] = (total(values + step) - total(values - step)) / 2e-6
     slots = _slots(lambda b, k, c, r: shown[b, k - 1])
-    law = recognise(slots)
+    law = recognise_law(slots)
     assert law.kind == "dpace-attached" and law.parameters["alpha"] == pytest.approx(0.5, abs=1e-4)
 
 
@@ -214,14 +216,14 @@ def test_streak_with_its_gamma() -> None:
         alive = bool(right[b * 7 : b * 7 + k - 1].all())
         return math.exp(-(k - 1) / 10) * (2.0 if alive else 1.0)
 
-    law = recognise(_slots(weight, blocks=8))
+    law = recognise_law(_slots(weight, blocks=8))
     assert law.kind == "streak" and law.note.startswith("whether all slots before are right, times 1 to 2")
     assert law.parameters["gamma"] == pytest.approx(10, rel=1e-6)
 
 
 def test_means_of_blocks() -> None:
     sums = {0: 1.0, 1: 3.0, 2: 2.0, 3: 0.5}
-    law = recognise(_slots(lambda b, k, c, r: math.exp(-(k - 1) / 4) / sums[b]))
+    law = recognise_law(_slots(lambda b, k, c, r: math.exp(-(k - 1) / 4) / sums[b]))
     assert law.kind == "per-block" and "each block has its own factor" in law.note
 
 
@@ -244,8 +246,8 @@ def test_the_sentence() -> None:
 
 def test_the_denominator_is_the_sum_of_weights() -> None:
     facts = _facts(_answer({"recipe.block.size": 8}))
-    subject = Subject(builtin({"recipe.block.size": 8}))
-    crafted = craft(subject)
+    subject = ExaminedAdapter(builtin({"recipe.block.size": 8}))
+    crafted = design_batch(subject)
     shown = subject.step(crafted.batch, crafted.states, anchors=crafted.anchors)
     assert shown.labels is not None
     on = shown.labels >= 0
@@ -272,10 +274,10 @@ def test_gamma_to_half_a_percent(gamma: float) -> None:
 
 
 def test_the_row_is_flat_and_half_differs() -> None:
-    subject = Subject(builtin({"recipe.block.size": 8}))
-    crafted = craft(subject)
+    subject = ExaminedAdapter(builtin({"recipe.block.size": 8}))
+    crafted = design_batch(subject)
     shown = subject.step(crafted.batch, crafted.states.requires_grad_(True), anchors=crafted.anchors)
-    at = AtHead.of(shown)
+    at = HeadGradients.of(shown)
     assert crafted.teacher is not None and crafted.data is not None
     teacher = crafted.at(crafted.teacher, at.index - 1)
     assert teacher.softmax(-1).amax(-1).max() < 0.5
@@ -306,25 +308,31 @@ def test_what_is_not_recognised_is_not_named() -> None:
 class NoReference(Builtin):
     """An adapter that cannot show the target."""
 
-    def reference(self, batch: Any) -> Reference:
-        from parity.probes.adapters.base import Missing
+    def reference(self, batch: Any) -> TargetReference:
+        from parity.probes.adapters.base import NotExposed
 
-        raise Missing("reference")
+        raise NotExposed("reference")
 
 
 def test_without_the_norm_the_steps_own_teacher_serves() -> None:
     adapter = builtin({"recipe.teacher.norm": "pre", "recipe.loss.terms": {"kl": 0.5, "ce": 0.5}})
     adapter.__class__ = NoReference
-    answer = ask(Subject(adapter), only=["loss"])[0][1]
+    answer = query_probes(ExaminedAdapter(adapter), only=["loss"])[0][1]
     assert answer.findings[0].outcome == "pass", answer.findings[0].sentence
     assert "step's own teacher" in answer.tables[0].caption
 
 
-class Detached(Wiring):
+class Detached(TrainingStep):
     """The loss does not depend on what is shown as hidden states."""
 
     def objective(
-        self, hidden: Tensor, labels: Tensor, blocks: Blocks, teacher: Teacher | None, *, samples: int
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        blocks: BlockLabels,
+        teacher: TeacherStates | None,
+        *,
+        samples: int,
     ) -> Objective:
         return super().objective(hidden.detach().clone(), labels, blocks, teacher, samples=samples)
 

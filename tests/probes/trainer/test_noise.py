@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.model.dflash.step import StepOutput, Wiring
+from parity.model.dflash.step import StepOutput, TrainingStep
 from parity.model.training.data import Batch
-from parity.model.training.states import Captured
-from parity.probes.base import Answer
-from parity.probes.instruments.noise.draws import mean_of, shared
-from parity.probes.subject import Subject, ask
+from parity.model.training.states import StepStates
+from parity.probes.base import ProbeAnswer
+from parity.probes.instruments.noise.draws import find_shared_draws, mean_of
+from parity.probes.subject import ExaminedAdapter, query_probes
 from parity.probes.trainer.noise import SEEDS
 from tests.faults.injected.inputs import fed
 from tests.faults.injected.noise_draws import EvaluatedToo, Seeded
@@ -20,10 +20,10 @@ from tests.faults.wiring import builtin
 DECLARED = {"recipe.noise": {"kind": "gaussian", "std": 0.05}}
 
 
-class BehindFc(Wiring):
+class BehindFc(TrainingStep):
     """Noise on the blocks' embeddings: fc's input never moves."""
 
-    def step(self, batch: Batch, captured: Captured, **options: Any) -> StepOutput:
+    def step(self, batch: Batch, captured: StepStates, **options: Any) -> StepOutput:
         self.drawn = options["seed"]
         return super().step(batch, captured, **options)
 
@@ -33,15 +33,15 @@ class BehindFc(Wiring):
         return clean + 0.1 * torch.randn(clean.shape, generator=generator).to(clean)
 
 
-class SameEverySeed(Wiring):
+class SameEverySeed(TrainingStep):
     """The declared noise, drawn from a seed of its own."""
 
     def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
-        return super().noised(conditioning, batch, 1)
+        return super().add_noise(conditioning, batch, 1)
 
 
-def asked(wiring: type[Wiring], changes: dict[str, Any]) -> Answer:
-    ((_, answer),) = ask(Subject(builtin(changes, wiring)), only=["noise"])
+def asked(wiring: type[TrainingStep], changes: dict[str, Any]) -> ProbeAnswer:
+    ((_, answer),) = query_probes(ExaminedAdapter(builtin(changes, wiring)), only=["noise"])
     return answer
 
 
@@ -64,16 +64,16 @@ def test_slices_in_another_order_are_no_noise() -> None:
 
 
 def test_noise_that_grows_with_its_state_is_put_in_beforehand() -> None:
-    class Growing(Wiring):
+    class Growing(TrainingStep):
         def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
-            return conditioning + (super().noised(conditioning, batch, seed) - conditioning) * conditioning
+            return conditioning + (super().add_noise(conditioning, batch, seed) - conditioning) * conditioning
 
     answer = asked(Growing, DECLARED)
     assert "behind fc's input nothing moves" in answer.statement.sentence  # type: ignore[union-attr]
 
 
 def test_a_dropout_of_states_leaves_what_is_behind_untold() -> None:
-    class Dropout(Wiring):
+    class Dropout(TrainingStep):
         def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
             kept = torch.rand(conditioning.shape, generator=torch.Generator().manual_seed(seed)) > 0.1
             return conditioning * kept
@@ -119,7 +119,9 @@ def _rows(kind: str, seed: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["gaussian", "uniform", "rounded", "growing"])
 def test_draws_of_their_own_are_hardly_ever_called_shared(kind: str) -> None:
     document, position = torch.arange(12) // 6, torch.arange(12) % 6
-    assert [shared(_rows(kind, seed), SEEDS, document, position) for seed in range(300)] == [[]] * 300
+    assert [find_shared_draws(_rows(kind, seed), SEEDS, document, position) for seed in range(300)] == [
+        []
+    ] * 300
     assert not [seed for seed in range(300) if abs((each := mean_of(_rows(kind, seed)))[0]) > each[1]]
 
 
@@ -131,7 +133,7 @@ def test_a_shared_draw_is_named_by_what_shares_it(kind: str, over: str) -> None:
     for seed in range(10):
         rows = _rows(kind, seed)
         rows = rows.select(dim, 0).unsqueeze(dim).expand(rows.shape)
-        found = shared(rows, SEEDS, document, position)
+        found = find_shared_draws(rows, SEEDS, document, position)
         assert found[0].over == over
         assert found[0].correlation == pytest.approx(1)
 
@@ -140,7 +142,7 @@ def test_a_correlation_is_the_textbook_one() -> None:
     rows = _rows("gaussian", 0)
     rows[:, :, 1] = 0.6 * rows[:, :, 0] + 0.8 * rows[:, :, 1]
     document, position = torch.zeros(12, dtype=torch.long), torch.arange(12)
-    found = shared(rows, SEEDS, document, position)
+    found = find_shared_draws(rows, SEEDS, document, position)
     a, b = rows[:, :, 0].flatten().numpy(), rows[:, :, 1].flatten().numpy()
     assert [each.over for each in found] == ["slices"]
     assert found[0].correlation == pytest.approx(float((a * b).sum() / ((a**2).sum() * (b**2).sum()) ** 0.5))

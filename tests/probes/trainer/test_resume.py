@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parity.probes.adapters.builtin import Builtin
-from parity.probes.subject import Subject, ask
+from parity.probes.subject import ExaminedAdapter, query_probes
 from parity.reports.record import Finding
 from tests.faults.wiring import builtin
 
@@ -30,7 +30,7 @@ class Scripted(Builtin):
 def _finding(script: Callable[[int, int], Step]) -> Finding:
     adapter = builtin()
     adapter.__class__ = type("Scripted", (Scripted,), {"script": staticmethod(script)})
-    return ask(Subject(adapter), only=["resume"])[0][1].findings[0]
+    return query_probes(ExaminedAdapter(adapter), only=["resume"])[0][1].findings[0]
 
 
 def _right(step: int) -> float:
@@ -103,5 +103,5 @@ def test_a_run_that_is_too_short_or_without_losses_is_the_adapters_fault() -> No
     for kind, words in ((Short, "expected 4 steps, found 1"), (Silent, "expected a loss for each step")):
         adapter = builtin()
         adapter.__class__ = kind
-        finding = ask(Subject(adapter), only=["resume"])[0][1].findings[0]
+        finding = query_probes(ExaminedAdapter(adapter), only=["resume"])[0][1].findings[0]
         assert finding.outcome == "error" and words in finding.sentence

@@ -6,28 +6,28 @@ import pytest
 import torch
 
 from parity.model.training.data import Batch
-from parity.probes.adapters.base import Missing
+from parity.probes.adapters.base import NotExposed
 from parity.probes.adapters.builtin import Builtin
-from parity.probes.base import Answer
-from parity.probes.subject import Subject, ask
-from parity.probes.trainer.shapes import _bits, _grid, _repeated
+from parity.probes.base import ProbeAnswer
+from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.trainer.shapes import _bits, _grid, _repeats_earlier
 from tests.faults.wiring import builtin
 
 
-def _answer(adapter: Builtin) -> Answer:
-    return ask(Subject(adapter), only=["shapes"])[0][1]
+def _answer(adapter: Builtin) -> ProbeAnswer:
+    return query_probes(ExaminedAdapter(adapter), only=["shapes"])[0][1]
 
 
 def test_every_tensor_is_in_the_table_with_its_numbers() -> None:
-    subject = Subject(builtin())
-    answer = ask(subject, only=["shapes"])[0][1]
+    subject = ExaminedAdapter(builtin())
+    answer = query_probes(subject, only=["shapes"])[0][1]
     rows = {row[0]: row for row in answer.tables[0].rows}
     names = {
         f"step.{name}" for name in ("loss", "hidden", "head", "anchors", "fc_input", "labels", "teacher")
     }
     assert names <= set(rows)
     assert {f"captured.{tap}" for tap in subject.adapter.slices} <= set(rows)
-    hidden, shown = rows["step.hidden"], subject.shown.hidden.detach()
+    hidden, shown = rows["step.hidden"], subject.step_output.hidden.detach()
     assert hidden[1:5] == ("6 x 4 x 64", "float32", "cpu", "256 64 1")
     assert hidden[5] == pytest.approx(float(shown.mean()), abs=1e-6)
     assert hidden[6] == pytest.approx(float(shown.std(correction=0)), rel=1e-5)
@@ -47,14 +47,14 @@ def test_rows_are_repeated_within_a_slice_only() -> None:
     rows = torch.randn(5, 2, 3)
     rows[3, 0] = rows[1, 0]
     rows[4, 1] = rows[2, 0]
-    assert _repeated(rows).nonzero().tolist() == [[3, 0]]
+    assert _repeats_earlier(rows).nonzero().tolist() == [[3, 0]]
 
 
 class NoCapture(Builtin):
     """A trainer whose states come from elsewhere."""
 
     def capture(self, batch: Batch) -> Any:
-        raise Missing("capture")
+        raise NotExposed("capture")
 
 
 def test_without_a_capture_it_says_so() -> None:

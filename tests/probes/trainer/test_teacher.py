@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from parity.model.training.data import Batch
-from parity.probes.adapters.base import Missing, Shown
+from parity.probes.adapters.base import AdapterStep, NotExposed
 from parity.probes.adapters.builtin import Builtin
-from parity.probes.base import Answer
-from parity.probes.subject import Subject, ask
+from parity.probes.base import ProbeAnswer
+from parity.probes.subject import ExaminedAdapter, query_probes
 from parity.probes.trainer.teacher import _distance, _sine, _variants
 from tests.faults.injected.teacher import (
     NoNorm,
@@ -25,11 +25,11 @@ from tests.faults.injected.teacher import (
 from tests.faults.wiring import builtin
 
 
-def _answer(adapter: Builtin) -> Answer:
-    return ask(Subject(adapter), only=["teacher"])[0][1]
+def _answer(adapter: Builtin) -> ProbeAnswer:
+    return query_probes(ExaminedAdapter(adapter), only=["teacher"])[0][1]
 
 
-def _facts(answer: Answer) -> dict[str, Any]:
+def _facts(answer: ProbeAnswer) -> dict[str, Any]:
     assert answer.statement is not None
     return dict(answer.statement.facts)
 
@@ -91,7 +91,7 @@ def test_a_missing_norm_is_no_wrong_head() -> None:
 class NoLogits(Builtin):
     """A step that shows neither labels nor the teacher's logits."""
 
-    def step(self, batch: Batch, states: Tensor, **options: Any) -> Shown:
+    def step(self, batch: Batch, states: Tensor, **options: Any) -> AdapterStep:
         return replace(super().step(batch, states, **options), teacher=None, labels=None)
 
 
@@ -108,7 +108,7 @@ class NoReference(Builtin):
     """No target at hand."""
 
     def reference(self, batch: Batch) -> Any:
-        raise Missing("reference")
+        raise NotExposed("reference")
 
 
 def test_skipped_with_the_reason() -> None:

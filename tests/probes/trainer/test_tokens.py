@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from parity.probes.adapters.builtin import Builtin
-from parity.probes.base import Answer
-from parity.probes.subject import Subject, ask
+from parity.probes.base import ProbeAnswer
+from parity.probes.subject import ExaminedAdapter, query_probes
 from parity.probes.trainer.tokens import TALKS, _runs
 from tests.faults.wiring import builtin
 
@@ -61,10 +61,10 @@ class Mine(Builtin):
         return [*right, START, ROLES["assistant"], *([OPEN] if thinking else self.asked)]
 
 
-def _answer(**attributes: Any) -> Answer:
+def _answer(**attributes: Any) -> ProbeAnswer:
     adapter = builtin()
     adapter.__class__ = type("Changed", (Mine,), attributes)
-    return ask(Subject(adapter), only=["tokens"])[0][1]
+    return query_probes(ExaminedAdapter(adapter), only=["tokens"])[0][1]
 
 
 def test_right() -> None:

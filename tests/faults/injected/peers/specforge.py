@@ -29,7 +29,7 @@ UNSHOWN = ("resume", "teacher", "tokens")
 
 def specforge(changes: Mapping[str, Any] | None = None, *patches: Patch) -> SpecForge:
     """The adapter on `unit` as SpecForge declares itself, with changes to the recipe and to its code."""
-    adapter = SpecForge.open(preset("unit").changed(dict(changes or DECLARED)))
+    adapter = SpecForge.open(preset("unit").with_values(dict(changes or DECLARED)))
     return planted(adapter, *patches) if patches else adapter
 
 

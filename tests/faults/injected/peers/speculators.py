@@ -30,7 +30,7 @@ UNSHOWN = ("resume", "tokens")
 
 def speculators(changes: Mapping[str, Any] | None = None, *patches: Patch) -> Speculators:
     """The adapter on `unit` as speculators declares itself, with changes to the recipe and to its code."""
-    adapter = Speculators.open(preset("unit").changed(dict(changes or DECLARED)))
+    adapter = Speculators.open(preset("unit").with_values(dict(changes or DECLARED)))
     return planted(adapter, *patches) if patches else adapter
 
 
