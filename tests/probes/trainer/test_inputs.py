@@ -109,7 +109,7 @@ class Both(OnAllSlices, AllSlices):
         return OnAllSlices.step(self, batch, captured, **options)
 
     def split_slices(self, captured: StepStates) -> Any:
-        return AllSlices.split(self, captured)
+        return AllSlices.split_slices(self, captured)
 
 
 def test_noise_on_the_teacher_does_not_hide_what_enters_fc() -> None:
