@@ -164,7 +164,7 @@ class BlockInfluence:
         real = int((document >= 0).sum())
         if bool(extra[(document >= 0).expand_as(extra)].all()) and len(document.unique()) > 1:
             words = f"each of {len(extra)} blocks is moved by all {real} states of the row"
-            return [FoundDeviation(name="mask-ignored", measured=words, evidence=(("states", real),))]
+            return [FoundDeviation("mask-ignored", words, {"states": real})]
         kinds = {
             "context-padding": extra & (document < 0),
             "context-documents": extra & (document >= 0) & ~self.own,
@@ -182,8 +182,8 @@ class BlockInfluence:
                     f"{int(where.sum())} states in {blocks} of {len(where)} blocks, with up to {share:.2g} of the"
                     f" strongest gradient; the block at token {int(self.look.anchors[block])} is moved by token {token}"
                 )
-                evidence: tuple[tuple[str, Value], ...] = (("states", int(where.sum())), ("strength", share))
-                faults.append(FoundDeviation(name=name, measured=words, evidence=evidence))
+                evidence: dict[str, Value] = {"states": int(where.sum()), "strength": share}
+                faults.append(FoundDeviation(name, words, evidence))
         return faults
 
     def windows(self) -> list[FoundDeviation]:
@@ -199,19 +199,15 @@ class BlockInfluence:
         more, less = int((found & ~wanted).sum()), int((wanted & ~found).sum())
         at = int(self.look.anchors[self.chosen])
         words = f"slots of the block at token {at} see {more} states more and {less} fewer"
-        evidence: tuple[tuple[str, Value], ...] = (("more", more), ("fewer", less))
+        evidence: dict[str, Value] = {"more": more, "fewer": less}
         inside = self.own & (self.ahead < 0)
         for difference, reading in _other_windows(self.reading):
             other = reach(reading, self.look.row)
             same = torch.equal(other[self.chosen, self.look.probed_slots] & before, found)
             if same and torch.equal(other.any(1) & inside, (self.strength > 0) & inside):
-                return [
-                    FoundDeviation(
-                        name=difference.name, measured=f"{difference.words}; {words}", evidence=evidence
-                    )
-                ]
+                return [FoundDeviation(difference.name, f"{difference.words}; {words}", evidence)]
         name = "context-missing" if less else "window-ignored"
-        return [FoundDeviation(name=name, measured=words, evidence=evidence)]
+        return [FoundDeviation(name, words, evidence)]
 
     def _missing_elsewhere(self) -> list[FoundDeviation]:
         """States that another block should see, all slots together, and does not."""
@@ -225,9 +221,7 @@ class BlockInfluence:
         block, token = missing.nonzero()[0].tolist()
         at = int(self.look.anchors[block])
         words = f"{int(missing.sum())} states, the first at token {token} for the block at token {at}"
-        return [
-            FoundDeviation(name="context-missing", measured=words, evidence=(("states", int(missing.sum())),))
-        ]
+        return [FoundDeviation("context-missing", words, {"states": int(missing.sum())})]
 
 
 def _other_windows(reading: DrafterHypothesis) -> list[tuple[HypothesisChange, DrafterHypothesis]]:
@@ -259,18 +253,18 @@ def _tokens(look: ProbeBatch) -> list[FoundDeviation]:
     if bool(made.still[:, 0].any()):  # then what fills slot 0 is some other token
         still = int(made.still[:, 0].sum())
         words = f"slot 0 of {still} of {len(made.still)} blocks does not move when its anchor's token is exchanged"
-        faults.append(FoundDeviation(name="block-anchor", measured=words, evidence=(("blocks", still),)))
+        faults.append(FoundDeviation("block-anchor", words, {"blocks": still}))
     if made.other is not None:
         size, block, anchor = made.other
         words = (
             f"the block at token {block} moves by {size:.3g} when the token at anchor {anchor} is exchanged"
         )
-        faults.append(FoundDeviation(name="block-other", measured=words, evidence=(("change", size),)))
+        faults.append(FoundDeviation("block-other", words, {"change": size}))
     most = float(made.text.max())
     if most > 0:
         slots = [slot for slot in range(look.subject.block) if float(made.text[:, slot].max()) > 0]
         words = f"slots {slots} move by up to {most:.3g} when all tokens but the anchors' are exchanged"
-        faults.append(FoundDeviation(name="block-tokens", measured=words, evidence=(("change", most),)))
+        faults.append(FoundDeviation("block-tokens", words, {"change": most}))
     return faults
 
 
@@ -296,9 +290,7 @@ def _mask_row(look: ProbeBatch, declared: int, text: bool) -> tuple[list[FoundDe
     if not rows:  # rows that are not the step's own, or slots that no row fills
         return [], declared
     words = f"rows {rows[:4]} of the embedding move the slots, token {declared} {'too' if own > 0 else 'does not'}"
-    return [FoundDeviation(name="mask-token", measured=words, evidence=(("token", int(rows[0])),))], int(
-        rows[0]
-    )
+    return [FoundDeviation("mask-token", words, {"token": int(rows[0])})], int(rows[0])
 
 
 # --- telling ------------------------------------------------------------------------------------------
@@ -310,18 +302,17 @@ def _merge_faults(
     """Faults of the comparison, and of the reach where the comparison does not name the same better."""
     if isinstance(match, str) or match.agrees:
         return list(windows)
-    evidence: tuple[tuple[str, Value], ...] = (("distance", match.declared), ("limit", match.limit))
+    evidence: dict[str, Value] = {"distance": match.declared, "limit": match.limit}
     numbers = f"hidden states are {match.declared:.3g} from the declared ones (limit {match.limit:.2g})"
     if match.reading is not None:
         named = [
-            FoundDeviation(name=each.name, measured=f"{each.words}; {numbers}", evidence=evidence)
-            for each in match.differences
+            FoundDeviation(each.name, f"{each.words}; {numbers}", evidence) for each in match.differences
         ]
         return named + [fault for fault in windows if fault.name not in WINDOWS]
     if faults or windows:  # what moves the block already says why it is another function
         return list(windows)
     words = f"{numbers}; the nearest reading, {match.nearest[0]}, is {match.nearest[1]:.3g} away"
-    return [FoundDeviation(name="drafter-not-recognised", measured=words, evidence=evidence)]
+    return [FoundDeviation("drafter-not-recognised", words, evidence)]
 
 
 def _order_leaks(leaks: Sequence[FoundDeviation], tokens: Sequence[FoundDeviation]) -> list[FoundDeviation]:

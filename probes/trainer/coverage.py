@@ -231,7 +231,7 @@ def _place_faults(draws: AnchorDraws) -> list[FoundDeviation]:
     ):
         if count:
             words = f"{count} of {len(every)} anchors are {what}"
-            faults.append(FoundDeviation(name=name, measured=words, evidence=(("anchors", count),)))
+            faults.append(FoundDeviation(name, words, {"anchors": count}))
     return faults
 
 
@@ -241,16 +241,16 @@ def _repeat_faults(draws: AnchorDraws, again: Tensor) -> list[FoundDeviation]:
     twice = sum(len(anchors) - len(anchors.unique()) for anchors in draws.epochs)
     if twice:
         words = f"{twice} anchors in {EPOCHS} epochs are drawn a second time"
-        faults.append(FoundDeviation(name="anchors-repeated", measured=words, evidence=(("anchors", twice),)))
+        faults.append(FoundDeviation("anchors-repeated", words, {"anchors": twice}))
     if not torch.equal(again.sort().values, first.sort().values):
         common = len(set(again.tolist()) & set(first.tolist()))
         words = f"seed {DRAW_SEED} twice gives draws that share {common} of {len(first)} anchors"
-        faults.append(FoundDeviation(name="anchors-unseeded", measured=words, evidence=(("shared", common),)))
+        faults.append(FoundDeviation("anchors-unseeded", words, {"shared": common}))
     free = len(first) < int(draws.possible.sum())
     same = all(torch.equal(each.sort().values, first.sort().values) for each in draws.epochs)
     if free and same and len(first):
         words = f"{EPOCHS} epochs draw the same {len(first)} of {int(draws.possible.sum())} possible anchors"
-        faults.append(FoundDeviation(name="anchors-frozen", measured=words, evidence=(("epochs", EPOCHS),)))
+        faults.append(FoundDeviation("anchors-frozen", words, {"epochs": EPOCHS}))
     return faults
 
 
@@ -273,15 +273,13 @@ def _number_faults(
         words = f"{len(starved)} of {len(expected)} documents; document {worst} gets {float(means[worst]):.1f} anchors"
         words += f" an epoch, declared {expected[worst]}"
         words += f" ({of_row} for the whole row, which its documents share)" if of_row else ""
-        faults.append(FoundDeviation(name="anchors-starved", measured=words, evidence=(("document", worst),)))
+        faults.append(FoundDeviation("anchors-starved", words, {"document": worst}))
     if over:
         words = (
             f"{len(over)} documents; document {over[0]} gets {float(means[over[0]]):.1f} anchors an epoch, "
         )
         words += f"declared {expected[over[0]]}"
-        faults.append(
-            FoundDeviation(name="anchors-budget", measured=words, evidence=(("document", over[0]),))
-        )
+        faults.append(FoundDeviation("anchors-budget", words, {"document": over[0]}))
     if any(fault.name == "anchors-frozen" for fault in _repeat_faults(draws, draws.epochs[0])):
         return faults
     uneven = []
@@ -294,7 +292,7 @@ def _number_faults(
         number, reached, even = uneven[0]
         words = f"{len(uneven)} documents; in document {number} {reached} tokens are ever anchored, "
         words += f"an even draw reaches {even:.0f}"
-        faults.append(FoundDeviation(name="anchors-uneven", measured=words, evidence=(("document", number),)))
+        faults.append(FoundDeviation("anchors-uneven", words, {"document": number}))
     return faults
 
 
@@ -307,8 +305,8 @@ def _row_fault(draws: AnchorDraws, of_row: int, budget: int) -> FoundDeviation:
         f"{of_row} for a row of {len(candidates)} documents in every epoch, of which document {longest} gets "
     )
     words += f"{low} to {high}; the recipe's {budget} are each document's, and it has no key for a row's"
-    numbers = (("anchors of the row", of_row), ("declared of a document", budget))
-    return FoundDeviation(name="anchors-row-budget", measured=words, evidence=numbers, outcome="warn")
+    numbers: dict[str, Value] = {"anchors of the row": of_row, "declared of a document": budget}
+    return FoundDeviation("anchors-row-budget", words, numbers, "warn")
 
 
 def _table(draws: AnchorDraws, expected: list[int]) -> Table:

@@ -186,12 +186,10 @@ def _name_hypothesis(
     off = sum(int((each.draft_distance > limit).sum()) for each in compared)
     count = sum(len(each.draft_distance) for each in compared)
     numbers = f"logits are up to {worst:.3g} of their deviation apart at {off} of {count} anchors (limit {limit:.2g})"
-    evidence: tuple[tuple[str, Value], ...] = (("apart", worst), ("anchors", off), ("limit", limit))
+    evidence: dict[str, Value] = {"apart": worst, "anchors": off, "limit": limit}
 
     def fault(name: str, words: str) -> FoundDeviation:
-        return FoundDeviation(
-            name=name, measured=f"{words}{'; ' if words else ''}{numbers}", evidence=evidence
-        )
+        return FoundDeviation(name, f"{words}{'; ' if words else ''}{numbers}", evidence)
 
     factor = factor_between(compared, limit)
     if factor is not None:
@@ -263,7 +261,7 @@ def _loop_fault(
     name = "recurrent-state" if rejections else "verification"
     told = f"{own[wrong]} becomes {said[wrong]}" if wrong < min(len(own), len(said)) else "the text ends"
     words = f"at token {wrong} of {len(own)} {told}, in cycle {cycle + 1}, after {rejections} rejections"
-    return FoundDeviation(name=name, measured=words, evidence=(("token", wrong), ("rejections", rejections)))
+    return FoundDeviation(name, words, {"token": wrong, "rejections": rejections})
 
 
 def _tie(subject: ExaminedAdapter, text: list[int], one: int, other: int) -> bool:

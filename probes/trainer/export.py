@@ -217,9 +217,7 @@ class ExportedCheckpoint:
                 notes.append(f"{reader.name} was not asked: {reason}")
                 continue
             except ReaderRefusal as error:
-                self.refused += (
-                    [] if self.refused else [FoundDeviation(name="export-unreadable", measured=str(error))]
-                )
+                self.refused += [] if self.refused else [FoundDeviation("export-unreadable", str(error))]
                 continue
             said.append(reader.name)
             if hidden.shape[1] == self.subject.block:
@@ -232,7 +230,7 @@ def _question(error: ParityError) -> FoundDeviation:
     """A refusal of our reader, by what it is about."""
     text = f"{error.asked}: {error.found}"
     name = next((name for word, name in QUESTIONS if word in text), "export-unreadable")
-    return FoundDeviation(name=name, measured=f"our reader refuses it: {text}", evidence=(("refused", text),))
+    return FoundDeviation(name, f"our reader refuses it: {text}", {"refused": text})
 
 
 def _check_statement(
@@ -247,8 +245,8 @@ def _check_statement(
     def check(name: str, what: str, found: Any, wanted: Any) -> None:
         if found != wanted:
             words = f"{what} {found} in the file, {wanted} in training"
-            evidence: tuple[tuple[str, Value], ...] = (("file", str(found)), ("training", str(wanted)))
-            faults.append(FoundDeviation(name=name, measured=words, evidence=evidence))
+            evidence: dict[str, Value] = {"file": str(found), "training": str(wanted)}
+            faults.append(FoundDeviation(name, words, evidence))
 
     check("export-layer-ids", "conditioning layers", read.wiring.layers, recipe.conditioning.decoder_layers)
     check("export-mask-token", "mask token", config.mask_token_id, recipe.block.mask_token_id)
@@ -279,12 +277,12 @@ def _vocabulary(written: ExportedCheckpoint) -> list[FoundDeviation]:
     ids = torch.arange(len(own)) if vocab is None else vocab.to_target(torch.arange(len(vocab.d2t)))
     if len(ids) != len(head):
         words = f"{len(ids)} draft ids in the file, a head of {len(head)} rows in training"
-        return [FoundDeviation(name="export-vocabulary", measured=words, evidence=(("ids", len(ids)),))]
+        return [FoundDeviation("export-vocabulary", words, {"ids": len(ids)})]
     wrong = int((own[ids].to(head) != head).any(1).sum())
     if not wrong or vocab is None:
         return []
     words = f"{wrong} of {len(ids)} draft ids stand for other target tokens than the step's head has rows of"
-    return [FoundDeviation(name="export-vocabulary", measured=words, evidence=(("ids", wrong),))]
+    return [FoundDeviation("export-vocabulary", words, {"ids": wrong})]
 
 
 def _copies(written: ExportedCheckpoint) -> list[FoundDeviation]:
@@ -301,7 +299,7 @@ def _copies(written: ExportedCheckpoint) -> list[FoundDeviation]:
         same = own.shape == tensor.shape and torch.equal(own.detach().to(tensor), tensor)
         if not same:
             words = f"{name} in the file {list(tensor.shape)} is not the step's {list(own.shape)}"
-            return [FoundDeviation(name="export-shared", measured=words, evidence=(("tensor", name),))]
+            return [FoundDeviation("export-shared", words, {"tensor": name})]
     return []
 
 
@@ -317,13 +315,7 @@ def _weights(written: ExportedCheckpoint) -> list[FoundDeviation]:
         return []
     first = max(wrong, key=lambda name: wrong[name])
     words = f"{len(wrong)} of {len(written.tensors)} tensors differ, {first} by up to {wrong[first]:.3g}"
-    return [
-        FoundDeviation(
-            name="export-weights",
-            measured=words,
-            evidence=(("tensors", len(wrong)), ("largest", wrong[first])),
-        )
-    ]
+    return [FoundDeviation("export-weights", words, {"tensors": len(wrong), "largest": wrong[first]})]
 
 
 def _name_difference(
@@ -332,16 +324,14 @@ def _name_difference(
     """Why a reader that finds everything as declared computes something else."""
     apart = float(each.draft_distance.max())
     numbers = f"{reader}'s logits are up to {apart:.3g} of their deviation apart (limit {limit:.2g})"
-    evidence: tuple[tuple[str, Value], ...] = (("apart", apart), ("limit", limit), ("reader", reader))
+    evidence: dict[str, Value] = {"apart": apart, "limit": limit, "reader": reader}
     factor = factor_between([each], limit)
     if factor is not None:
         words = f"they are {factor:.4g} times the step's; {numbers}"
-        return FoundDeviation(name="export-not-recognised", measured=words, evidence=evidence)
+        return FoundDeviation("export-not-recognised", words, evidence)
     found = None if isinstance(lens, str) else explain_gap([each], lens, values, limit)
     if found is None:
-        return FoundDeviation(name="export-not-recognised", measured=numbers, evidence=evidence)
+        return FoundDeviation("export-not-recognised", numbers, evidence)
     who = "training" if found.training else reader
     words = f"{found.words} for {who}; {numbers}"
-    return FoundDeviation(
-        name=EXPORT_KINDS.get(found.kind, "export-not-recognised"), measured=words, evidence=evidence
-    )
+    return FoundDeviation(EXPORT_KINDS.get(found.kind, "export-not-recognised"), words, evidence)

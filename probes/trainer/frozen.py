@@ -148,12 +148,12 @@ def _frozen_faults(seen: dict[str, ParameterChange], names: Sequence[str]) -> li
         size = max(seen[name].change for name in moved)
         why = "with a gradient" if any(seen[name].gradient for name in moved) else "without a gradient"
         words = f"{_list(moved)} changed by up to {size:.3g} in one step, {why}"
-        return [FoundDeviation(name="frozen-trains", measured=words, evidence=(("change", size),))]
+        return [FoundDeviation("frozen-trains", words, {"change": size})]
     ready = [name for name in names if seen[name].flag and (seen[name].gradient or seen[name].held)]
     if ready:
         size = max(seen[name].gradient or 0.0 for name in ready)
         words = f"{_list(ready)} asks for gradients and gets up to {size:.3g}"
-        return [FoundDeviation(name="frozen-trains", measured=words, evidence=(("gradient", size),))]
+        return [FoundDeviation("frozen-trains", words, {"gradient": size})]
     return []
 
 
@@ -178,9 +178,9 @@ def _trained_faults(seen: dict[str, ParameterChange], names: Sequence[str]) -> l
     }
     return [
         FoundDeviation(
-            name=reason,
-            measured=f"{len(found)} of {len(names)} {words[reason]}: {_list(found)}",
-            evidence=(("parameters", len(found)),),
+            reason,
+            f"{len(found)} of {len(names)} {words[reason]}: {_list(found)}",
+            {"parameters": len(found)},
         )
         for reason, found in reasons.items()
     ]
@@ -219,9 +219,7 @@ def _check_shared(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], list[
         wrong, size = _unlike(own.detach(), wanted[name])
         if wrong:
             words = f"{wrong} of {len(own)} rows of {name} are not the target's, by up to {size:.3g}"
-            faults.append(
-                FoundDeviation(name=fault, measured=words, evidence=(("rows", wrong), ("change", size)))
-            )
+            faults.append(FoundDeviation(fault, words, {"rows": wrong, "change": size}))
         else:
             told.append(f"{name}: all {len(own)} rows are the target's")
     return faults, told

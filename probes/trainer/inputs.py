@@ -191,39 +191,33 @@ def _layer_faults(
         [tap for tap in feeding if tap not in wanted],
         [tap for tap in wanted if tap not in feeding],
     )
-    numbers = tuple((f"{each.tap} moves drafts by", each.drafts) for each in influences)
+    numbers = {f"{each.tap} moves drafts by": each.drafts for each in influences}
     faults = []
     blocks = shown_width // subject.adapter.width
     still = blocks - len({column for each in influences for column in each.columns})
     if missing and not extra and still == len(missing):
         words = f"{', '.join(missing)} do not reach fc: {still} of {blocks} blocks of its columns stand still"
-        return [FoundDeviation(name="fc-dead", measured=words, evidence=numbers)]
+        return [FoundDeviation("fc-dead", words, numbers)]
     if extra or missing:
         teacher_only = extra and not missing and len(extra) == 1
         words = f"{', '.join(feeding) or 'no slice'} feed fc, declared {', '.join(wanted)}"
         if teacher_only:
             size = by_tap[extra[0]].drafts
             words = f"{extra[0]} moves the drafts by {size:.2g}, beside {len(wanted)} declared slices"
-        faults.append(
-            FoundDeviation(
-                name="fc-teacher" if teacher_only else "fc-layers", measured=words, evidence=numbers
-            )
-        )
+        faults.append(FoundDeviation("fc-teacher" if teacher_only else "fc-layers", words, numbers))
         return faults
     order = _order(influences)
     if order and order != list(wanted):
         words = f"fc's columns hold {', '.join(order)}, declared {', '.join(wanted)}"
-        faults.append(
-            FoundDeviation(name="fc-order", measured=words, evidence=(("blocks of columns", len(order)),))
-        )
+        faults.append(FoundDeviation("fc-order", words, {"blocks of columns": len(order)}))
     dead = [tap for tap in wanted if by_tap[tap].drafts == 0]
     if dead:
         words = f"{', '.join(dead)} enter fc and move the drafts by 0"
-        faults.append(FoundDeviation(name="fc-dead", measured=words, evidence=numbers))
+        faults.append(FoundDeviation("fc-dead", words, numbers))
     altered = [tap for tap in wanted if by_tap[tap].columns and not by_tap[tap].copied]
     if altered and not dead:
         words = f"{', '.join(altered)}: {len(altered)} of {len(wanted)} slices are not what enters fc"
-        faults.append(FoundDeviation(name="fc-altered", measured=words, evidence=(("slices", len(altered)),)))
+        faults.append(FoundDeviation("fc-altered", words, {"slices": len(altered)}))
     return faults
 
 
@@ -235,19 +229,19 @@ def _label_faults(
         return []
     moving = {each.tap: each.labels or 0.0 for each in influences if each.labels}
     from_conditioning = {tap: share for tap, share in moving.items() if tap in wanted}
-    numbers = tuple((f"{each.tap} moves labels", each.labels) for each in influences)
+    numbers = {f"{each.tap} moves labels": each.labels for each in influences}
     if from_conditioning:
         words = ", ".join(
             f"{tap} moves {share:.0%} of the labels" for tap, share in from_conditioning.items()
         )
-        return [FoundDeviation(name="labels-from-conditioning", measured=words, evidence=numbers)]
+        return [FoundDeviation("labels-from-conditioning", words, numbers)]
     others = [each.tap for each in influences if each.tap not in wanted]
     if subject.recipe.needs_teacher and not moving:
         words = f"none of {len(influences)} slices moves a label ({', '.join(others) or 'no teacher slice captured'})"
-        return [FoundDeviation(name="labels-without-teacher", measured=words, evidence=numbers)]
+        return [FoundDeviation("labels-without-teacher", words, numbers)]
     if not subject.recipe.needs_teacher and moving:
         words = ", ".join(f"{tap} moves {share:.0%} of the labels" for tap, share in moving.items())
-        return [FoundDeviation(name="labels-undeclared-teacher", measured=words, evidence=numbers)]
+        return [FoundDeviation("labels-undeclared-teacher", words, numbers)]
     return []
 
 
@@ -376,7 +370,7 @@ def _identity_faults(
     wrong = [match for match in matches if not match.own <= limit]
     if not wrong:
         return []
-    numbers = tuple((f"{match.tap} from {match.nearest}", match.error) for match in wrong)
+    numbers = {f"{match.tap} from {match.nearest}": match.error for match in wrong}
     words = ", ".join(_match_words(match) for match in wrong[:TOLD])
     words += f", and {len(wrong) - TOLD} more" if len(wrong) > TOLD else ""
     known = [match for match in wrong if match.error <= limit]
@@ -396,7 +390,7 @@ def _identity_faults(
             name = "layer-shift"
         else:
             name = "layer-wrong"
-    return [FoundDeviation(name=name, measured=words, evidence=numbers)]
+    return [FoundDeviation(name, words, numbers)]
 
 
 _FINAL = {"final.prenorm", "final.postnorm"}

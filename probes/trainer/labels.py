@@ -47,7 +47,7 @@ class LabelsProbe:
         crafted, at, reading = step.crafted, step.at, step.reading
         if reading is None:
             words = f"0 of {at.shape[0] * at.shape[1]} slots have a gradient"
-            fault = FoundDeviation(name="label-missing", measured=words)
+            fault = FoundDeviation("label-missing", words)
             return make_probe_answer(self.name, "no slot is trained", [fault], facts={"labels.slots": 0})
         slots = LabelledSlots.of(subject, crafted, at, reading)
         sentence, facts = _sentence(subject, slots), _facts(slots)
@@ -211,37 +211,27 @@ def _faults(subject: ExaminedAdapter, slots: LabelledSlots) -> list[FoundDeviati
     if int(slots.unread.sum()) > (1 - ENOUGH) * total:
         least = float(reading.left[slots.is_not_anchor].median()) if total else float("nan")
         words = f"{int(slots.unread.sum())} of {total} slots, of whose gradients {least:.2g} is left over (median)"
-        return [FoundDeviation(name="label-unrecognised", measured=words, evidence=(("left over", least),))]
+        return [FoundDeviation("label-unrecognised", words, {"left over": least})]
     faults = []
     astray = slots.astray
     raw = int(slots.is_unmapped.sum())
     if recipe.draft_vocab is not None and raw > ASTRAY * total:
         words = f"{raw} of {total} slots have the target's id of their token for a label, unmapped"
-        return [FoundDeviation(name="label-vocabulary", measured=words, evidence=(("slots", raw),))]
+        return [FoundDeviation("label-vocabulary", words, {"slots": raw})]
     if int(astray.sum()) > ASTRAY * total:
         words = f"{int(astray.sum())} of {total} slots are trained on labels of other places, {_where(slots, astray)}"
-        return [
-            FoundDeviation(name="label-unknown", measured=words, evidence=(("slots", int(astray.sum())),))
-        ]
+        return [FoundDeviation("label-unknown", words, {"slots": int(astray.sum())})]
     if slots.shift:
         words = f"slot k is trained on token anchor + k {slots.shift:+d}, in {_most(slots)} of {total} slots"
-        faults.append(
-            FoundDeviation(name="label-offset", measured=words, evidence=(("offset", slots.shift),))
-        )
+        faults.append(FoundDeviation("label-offset", words, {"offset": slots.shift}))
     if int(slots.unknown.sum()):
         names = sorted({int(each) for each in reading.label[slots.unknown]})[:6]
         words = f"{int(slots.unknown.sum())} of {total} slots, draft ids {names}"
-        faults.append(
-            FoundDeviation(
-                name="label-unknown", measured=words, evidence=(("slots", int(slots.unknown.sum())),)
-            )
-        )
+        faults.append(FoundDeviation("label-unknown", words, {"slots": int(slots.unknown.sum())}))
     wanted = {"data": "data", "teacher_argmax": "teacher"}.get(recipe.labels)
     if wanted is not None and reading.kind in ("data", "teacher") and reading.kind != wanted:
         words = f"{_most(slots)} of {total} slots are trained on {_WORDS[reading.kind]}, declared {_WORDS[wanted]}"
-        faults.append(
-            FoundDeviation(name="label-source", measured=words, evidence=(("slots", _most(slots)),))
-        )
+        faults.append(FoundDeviation("label-source", words, {"slots": _most(slots)}))
     at_own = not slots.shift
     for name, found in (
         ("label-prompt", slots.is_loss_masked if at_own else slots.is_loss_masked & False),
@@ -251,16 +241,12 @@ def _faults(subject: ExaminedAdapter, slots: LabelledSlots) -> list[FoundDeviati
         if found.any():
             where = _where(slots, found)
             words = f"{int(found.sum())} of {total} slots, {where}"
-            faults.append(FoundDeviation(name=name, measured=words, evidence=(("slots", int(found.sum())),)))
+            faults.append(FoundDeviation(name, words, {"slots": int(found.sum())}))
     if slots.missing.any():
         block, slot = (int(each) for each in slots.missing.nonzero()[0])
         words = f"{int(slots.missing.sum())} of {int(slots.expected.sum())} slots, the first at anchor "
         words += f"{int(slots.crafted.anchors[block])} slot {slot}"
-        faults.append(
-            FoundDeviation(
-                name="label-missing", measured=words, evidence=(("slots", int(slots.missing.sum())),)
-            )
-        )
+        faults.append(FoundDeviation("label-missing", words, {"slots": int(slots.missing.sum())}))
     return faults + _hole_faults(subject, slots)
 
 
@@ -277,7 +263,7 @@ def _hole_faults(subject: ExaminedAdapter, slots: LabelledSlots) -> list[FoundDe
         return []
     words = f"{share:.0%} of {int(slots.behind.sum())} slots behind a hole are trained, "
     words += f"declared past_holes: {str(declared).lower()}"
-    return [FoundDeviation(name="label-holes", measured=words, evidence=(("share", share),))]
+    return [FoundDeviation("label-holes", words, {"share": share})]
 
 
 def _most(slots: LabelledSlots) -> int:

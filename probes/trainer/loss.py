@@ -125,7 +125,7 @@ def _read(
 
 def _nothing(at: HeadGradients) -> FoundDeviation:
     words = f"0 of {at.shape[0] * at.shape[1]} slots have a gradient at the head's input"
-    return FoundDeviation(name="loss-none", measured=words)
+    return FoundDeviation("loss-none", words)
 
 
 # --- against the recipe -----------------------------------------------------------------------------------
@@ -167,9 +167,7 @@ def _term_faults(
     visible = soft(reading) or any("@" in name for name in reading.fit.shares)
     if visible and abs(heat - declared_heat) > SAME * declared_heat + CERTAIN * reading.heat_error:
         words = f"{heat:.4g} (standard error {reading.heat_error:.1g}), declared {declared_heat:g}"
-        faults.append(
-            FoundDeviation(name="loss-temperature", measured=words, evidence=(("temperature", heat),))
-        )
+        faults.append(FoundDeviation("loss-temperature", words, {"temperature": heat}))
     faults += _square_faults(found)
     off = {
         name: value - declared.get(name, 0.0)
@@ -179,12 +177,12 @@ def _term_faults(
     if off and not ambiguous and not found.squared:
         name = "loss-smoothing" if set(off) - set(declared) == {"smoothing"} else "loss-terms"
         words = f"{mixture_words(found.terms)}, declared {mixture_words(declared)}"
-        evidence = tuple((f"share of {each}", shares[each]) for each in off)
-        faults.append(FoundDeviation(name=name, measured=words, evidence=evidence))
+        evidence = {f"share of {each}": shares[each] for each in off}
+        faults.append(FoundDeviation(name, words, evidence))
     if "ce" in declared and hard and hard != {wanted}:
         words = f"cross-entropy on {' and '.join(sorted(origin(each) for each in hard))}, declared {origin(wanted)}"
-        numbers = tuple((f"share on {name}", value) for name, value in reading.fit.shares.items())
-        faults.append(FoundDeviation(name="loss-label-source", measured=words, evidence=numbers))
+        numbers = {f"share on {name}": value for name, value in reading.fit.shares.items()}
+        faults.append(FoundDeviation("loss-label-source", words, numbers))
     return faults
 
 
@@ -195,8 +193,8 @@ def _square_faults(found: WeightLaws) -> list[FoundDeviation]:
     square = next(iter(found.squared.values()))
     parts = " and ".join(mixture_words({name: 1.0}).removeprefix("100 % ") for name in found.squared)
     words = f"{parts} {'is' if len(found.squared) == 1 else 'are'} T^2 = {square:.4g} times what is declared"
-    evidence = (("temperature squared", square), *((f"share of {k}", v) for k, v in found.terms.items()))
-    return [FoundDeviation(name="loss-temperature-squared", measured=words, evidence=evidence)]
+    evidence = {"temperature squared": square, **{f"share of {k}": v for k, v in found.terms.items()}}
+    return [FoundDeviation("loss-temperature-squared", words, evidence)]
 
 
 def _names(fit: MixtureFit) -> set[str]:
@@ -209,46 +207,40 @@ def _weight_faults(subject: ExaminedAdapter, law: WeightLaw, slots: WeightedSlot
     if not several or law.kind == "per-block":
         return []
     name, value = ("gamma", weights.gamma) if weights.kind == "exp" else ("alpha", weights.alpha)
-    numbers = tuple((f"slot {k}", each) for k, each in profile(slots).items())
+    numbers = {f"slot {k}": each for k, each in profile(slots).items()}
     kind_words = f"{law_words(law, slots)}, declared {declared_law(subject)}"
     if law.kind == "streak":
-        return [FoundDeviation(name="loss-streak", measured=kind_words, evidence=numbers)]
+        return [FoundDeviation("loss-streak", kind_words, numbers)]
     if law.kind == "dpace-attached":
-        return [FoundDeviation(name="loss-weights-attached", measured=kind_words, evidence=numbers)]
+        return [FoundDeviation("loss-weights-attached", kind_words, numbers)]
     if law.kind != weights.kind:
-        return [FoundDeviation(name="loss-weights", measured=kind_words, evidence=numbers)]
+        return [FoundDeviation("loss-weights", kind_words, numbers)]
     if value is None:
         return []
     measured, error = law.parameters[name], law.errors.get(name, 0.0)
     if abs(measured - value) <= SAME * max(value, 0.1) + CERTAIN * error:
         return []
     words = f"{name} {measured:.4g} (standard error {error:.1g}), declared {value:g}"
-    return [FoundDeviation(name=f"loss-{name}", measured=words, evidence=((name, measured), *numbers))]
+    return [FoundDeviation(f"loss-{name}", words, {name: measured, **numbers})]
 
 
 def _slot0_faults(found: WeightLaws) -> list[FoundDeviation]:
     if not found.slot0:
         return []
     words = f"it weighs {found.slot0:.4g} of what slot 1 weighs"
-    return [FoundDeviation(name="loss-slot0", measured=words, evidence=(("weight of slot 0", found.slot0),))]
+    return [FoundDeviation("loss-slot0", words, {"weight of slot 0": found.slot0})]
 
 
 def _reduction_faults(subject: ExaminedAdapter, law: WeightLaw, found: WeightLaws) -> list[FoundDeviation]:
     wanted = subject.recipe.loss.reduction
     if law.kind == "per-block":
         words = f"{law.note}, declared {reduction_words(wanted)}"
-        return [
-            FoundDeviation(
-                name="loss-reduction", measured=f"{words} (misfit {law.misfit:.2g} of its tolerance)"
-            )
-        ]
+        return [FoundDeviation("loss-reduction", f"{words} (misfit {law.misfit:.2g} of its tolerance)")]
     if not law.fits or wanted in found.reductions:
         return []
     what = " or ".join(map(reduction_words, found.reductions)) or "not recognised"
     words = f"the sum is divided by {found.denominator:.5g} ({what}), declared {reduction_words(wanted)}"
-    return [
-        FoundDeviation(name="loss-reduction", measured=words, evidence=(("denominator", found.denominator),))
-    ]
+    return [FoundDeviation("loss-reduction", words, {"denominator": found.denominator})]
 
 
 def _head_words(trains: TrainedHead | None, other: HeadPair | None) -> str:
@@ -267,12 +259,12 @@ def _head_faults(trains: TrainedHead | None, other: HeadPair | None) -> list[Fou
     """The draft's head is not the target's frozen one."""
     if trains is None and other is None:
         return []
-    numbers: list[tuple[str, Value]] = []
+    numbers: dict[str, Value] = {}
     if other is not None:
-        numbers += [("rows", other.rows), ("change", other.change)]
+        numbers |= {"rows": other.rows, "change": other.change}
     if trains is not None:
-        numbers.append(("gradient", trains.gradient))
-    return [FoundDeviation(name="loss-head", measured=_head_words(trains, other), evidence=tuple(numbers))]
+        numbers["gradient"] = trains.gradient
+    return [FoundDeviation("loss-head", _head_words(trains, other), numbers)]
 
 
 def _not_recognised(
@@ -284,7 +276,7 @@ def _not_recognised(
     words = (
         f"the best mixture leaves {fit.residual:.2g} of the gradient of {slots} slots (limit {fit.limit:.1g})"
     )
-    evidence = (("residual", fit.residual), ("limit", fit.limit), ("best mixture", near))
-    fault = FoundDeviation(name="loss-unrecognised", measured=words, evidence=evidence)
+    evidence: dict[str, Value] = {"residual": fit.residual, "limit": fit.limit, "best mixture": near}
+    fault = FoundDeviation("loss-unrecognised", words, evidence)
     numbers = {"loss.recognised": False, "loss.residual": fit.residual}
     return make_probe_answer(name, f"the loss is not recognised: {words}", [*own, fault], facts=numbers)

@@ -109,9 +109,7 @@ class NoiseProbe:
             words = f"{moved[0]} move by up to {moved[1]:.3g} when only the seed changes"
             faults.insert(
                 0,
-                FoundDeviation(
-                    name="noise-on-teacher", measured=words, evidence=(("largest change", moved[1]),)
-                ),
+                FoundDeviation("noise-on-teacher", words, {"largest change": moved[1]}),
             )
         still = max(float((out.fc_input.double() - clean)[real].abs().max()) for out in evaluation)
         drifts = 0.0 if still else apart(*evaluation)
@@ -120,14 +118,10 @@ class NoiseProbe:
             words = f"fc's input moves by up to {still:.3g} with the seed"
             if drifts:
                 words = f"fc's input stays and the drafts move by {drifts:.3g} of their size with the seed"
-            size = (("largest change", still),) if still else (("change of the drafts", drifts),)
-            faults.append(FoundDeviation(name="noise-in-evaluation", measured=words, evidence=size))
+            size = {"largest change": still} if still else {"change of the drafts": drifts}
+            faults.append(FoundDeviation("noise-in-evaluation", words, size))
         if not seeded:
-            faults.append(
-                FoundDeviation(
-                    name="noise-unseeded", measured=f"seed {SEEDS[0]} twice gives two inputs of fc"
-                )
-            )
+            faults.append(FoundDeviation("noise-unseeded", f"seed {SEEDS[0]} twice gives two inputs of fc"))
         sentence = "no noise: fc's input and the drafts are the same under every seed"
         if max(stds) > 0:
             sentence = (
@@ -165,15 +159,9 @@ def _shared_faults(kind: str, drawn: Tensor, alike: list[SharedDraw]) -> list[Fo
     largest = max((abs(each.correlation) for each in alike), default=0.0)
     if abs(mean) > limit and mean**2 > largest / 2:  # a mean is what all places have in common
         words = f"a mean of {mean:.3f} of its size (limit {limit:.2g}), declared noise has none"
-        return [
-            FoundDeviation(name="noise-kind", measured=words, evidence=(("mean", mean), ("limit", limit)))
-        ]
+        return [FoundDeviation("noise-kind", words, {"mean": mean, "limit": limit})]
     return [
-        FoundDeviation(
-            name="noise-shared",
-            measured=each.words,
-            evidence=(("correlation", each.correlation), ("limit", each.limit)),
-        )
+        FoundDeviation("noise-shared", each.words, {"correlation": each.correlation, "limit": each.limit})
         for each in alike
     ]
 
@@ -227,8 +215,8 @@ def _behind_faults(found: DownstreamNoise | None) -> list[FoundDeviation]:
         return []
     words = f"with the same input of fc the drafts move by {found.moved:.3g} of their size"
     words += f", rounding by up to {found.limit:.2g}" if found.limit else ""
-    numbers = (("change of the drafts", found.moved), ("limit", found.limit))
-    return [FoundDeviation(name="noise-behind-fc", measured=words, evidence=numbers)]
+    numbers: dict[str, Value] = {"change of the drafts": found.moved, "limit": found.limit}
+    return [FoundDeviation("noise-behind-fc", words, numbers)]
 
 
 def _mean(values: list[float]) -> float:
@@ -263,29 +251,19 @@ def _size_faults(
     copies = math.prod(1 + abs(each.correlation) * (each.copies - 1) for each in alike)
     if kind == "none":
         words = f"std {largest:.4g} is added to fc's input"
-        return (
-            [FoundDeviation(name="noise-undeclared", measured=words, evidence=(("std", largest),))]
-            if largest
-            else []
-        )
+        return [FoundDeviation("noise-undeclared", words, {"std": largest})] if largest else []
     if largest == 0:
-        return [
-            FoundDeviation(
-                name="noise-missing", measured=f"std {std:g} is declared and fc's input never moves"
-            )
-        ]
+        return [FoundDeviation("noise-missing", f"std {std:g} is declared and fc's input never moves")]
     silent = [index for index, value in enumerate(stds) if value == 0]
     if silent:
-        return [FoundDeviation(name="noise-slices", measured=f"slices {silent} of {len(stds)} get none")]
+        return [FoundDeviation("noise-slices", f"slices {silent} of {len(stds)} get none")]
     rounding = [_rounding(clean[:, at * width : (at + 1) * width]) for at in range(len(stds))]
     for index, (value, each) in enumerate(zip(stds, slices, strict=True)):
         error = std * math.sqrt((KURTOSIS[kind] - 1) / (4 * max(1.0, each.numel() / copies)))
         limit = STANDARD_ERRORS * error + rounding[index]
         if abs(value - std) > limit:
             words = f"{value:.4g} on slice {index}, declared {std:g} (limit {limit:.2g})"
-            return [
-                FoundDeviation(name="noise-std", measured=words, evidence=(("std", value), ("limit", limit)))
-            ]
+            return [FoundDeviation("noise-std", words, {"std": value, "limit": limit})]
     if alike:
         return []  # too few independent values for a fourth moment
     whole = torch.cat([each.flatten() for each in slices])
@@ -293,7 +271,7 @@ def _size_faults(
     error = KURTOSIS_ERROR[kind] / math.sqrt(len(whole))
     if max(rounding) < std / 10 and abs(kurtosis - KURTOSIS[kind]) > STANDARD_ERRORS * error:
         words = f"kurtosis {kurtosis:.3f}, {kind} noise has {KURTOSIS[kind]}"
-        return [FoundDeviation(name="noise-kind", measured=words, evidence=(("kurtosis", kurtosis),))]
+        return [FoundDeviation("noise-kind", words, {"kurtosis": kurtosis})]
     return []
 
 

@@ -94,9 +94,7 @@ def _unequal(whole: Sequence[ResumeStep], first: Sequence[ResumeStep]) -> FoundD
             words = (
                 f"step {number + 1} has loss {one['loss']:.9g} and {two['loss']:.9g} in two runs of one seed"
             )
-            return FoundDeviation(
-                name="run-not-deterministic", measured=words, evidence=(("difference", gap),)
-            )
+            return FoundDeviation("run-not-deterministic", words, {"difference": gap})
     return None
 
 
@@ -109,17 +107,17 @@ def _check_continued(
         again = [step["loss"] for step in second[:BREAK]] == [step["loss"] for step in whole[:BREAK]]
         words = f"{len(second)} steps were made after the interruption, {len(wanted)} were left"
         words += ", with the losses of the first ones" if again else ""
-        return FoundDeviation(name="resume-restart", measured=words, evidence=(("steps", len(second)),))
+        return FoundDeviation("resume-restart", words, {"steps": len(second)})
     off = [number for number, (a, b) in enumerate(zip(wanted, second, strict=True)) if a["loss"] != b["loss"]]
     if not off:
         return None
     one, two = wanted[off[0]], second[off[0]]
     gap = float(two["loss"]) - float(one["loss"])
     words = f"step {BREAK + off[0] + 1} has loss {two['loss']:.9g} instead of {one['loss']:.9g}"
-    evidence: tuple[tuple[str, Value], ...] = (("step", BREAK + off[0] + 1), ("difference", gap))
+    evidence: dict[str, Value] = {"step": BREAK + off[0] + 1, "difference": gap}
 
     def fault(name: str, more: str = "") -> FoundDeviation:
-        return FoundDeviation(name=name, measured=f"{words}{more}", evidence=evidence)
+        return FoundDeviation(name, f"{words}{more}", evidence)
 
     rate = _differs(wanted, second, RATES)
     if rate and off[0] > 0:

@@ -75,23 +75,15 @@ def _step_faults(subject: ExaminedAdapter, shown: AdapterStep) -> list[FoundDevi
         words = (
             f"{have} features, declared {len(list_fc_taps(subject.recipe))} slices of {subject.adapter.width}"
         )
-        faults.append(
-            FoundDeviation(name="fc-width", measured=words, evidence=(("features", have), ("declared", want)))
-        )
+        faults.append(FoundDeviation("fc-width", words, {"features": have, "declared": want}))
     enters, states = shown.fc_input.detach(), subject.shown_states.detach()
     grid, own = _grid(enters) or enters.dtype, _grid(states) or states.dtype
     if _finite(enters) and _bits(grid) < _bits(own):
         words = f"{enters.numel()} values of fc's input have the precision of {_name(grid)}, the states {_name(own)}'s"
-        faults.append(
-            FoundDeviation(name="fc-rounded", measured=words, evidence=(("values", shown.fc_input.numel()),))
-        )
+        faults.append(FoundDeviation("fc-rounded", words, {"values": shown.fc_input.numel()}))
     if shown.labels is not None and int(shown.labels.max()) >= len(shown.head):
         words = f"label {int(shown.labels.max())}, the head has {len(shown.head)} rows"
-        faults.append(
-            FoundDeviation(
-                name="labels-range", measured=words, evidence=(("label", int(shown.labels.max())),)
-            )
-        )
+        faults.append(FoundDeviation("labels-range", words, {"label": int(shown.labels.max())}))
     return faults
 
 
@@ -104,9 +96,9 @@ def _not_finite(shown: AdapterStep, what: str) -> list[FoundDeviation]:
     ]
     if not bad:
         return []
-    counts = [(name, int((~getattr(shown, name).detach().isfinite()).sum())) for name in bad]
-    words = f"on {what}: " + ", ".join(f"{count} values of {name}" for name, count in counts)
-    return [FoundDeviation(name="step-not-finite", measured=words, evidence=tuple(counts))]
+    counts = {name: int((~getattr(shown, name).detach().isfinite()).sum()) for name in bad}
+    words = f"on {what}: " + ", ".join(f"{count} values of {name}" for name, count in counts.items())
+    return [FoundDeviation("step-not-finite", words, counts)]
 
 
 def _on_captured(subject: ExaminedAdapter, states: Tensor) -> list[FoundDeviation]:
@@ -125,25 +117,19 @@ def _captured_faults(subject: ExaminedAdapter, states: Tensor) -> list[FoundDevi
     finite = rows.isfinite().all(-1)
     if not finite.all():
         words = f"{int((~finite).sum())} of {finite.numel()} rows, the first {_where(subject, ~finite, real)}"
-        faults.append(
-            FoundDeviation(
-                name="states-not-finite", measured=words, evidence=(("rows", int((~finite).sum())),)
-            )
-        )
+        faults.append(FoundDeviation("states-not-finite", words, {"rows": int((~finite).sum())}))
     zero = (rows == 0).all(-1)
     constant = (rows == rows[..., :1]).all(-1) & ~zero
     for name, found in (("states-zero", zero), ("states-constant", constant)):
         if found.any():
             words = f"{int(found.sum())} of {found.numel()} rows, the first {_where(subject, found, real)}"
-            faults.append(FoundDeviation(name=name, measured=words, evidence=(("rows", int(found.sum())),)))
+            faults.append(FoundDeviation(name, words, {"rows": int(found.sum())}))
     repeated = _repeats_earlier(rows) & ~zero & ~constant
     if repeated.any():
         words = (
             f"{int(repeated.sum())} of {repeated.numel()} rows, the first {_where(subject, repeated, real)}"
         )
-        faults.append(
-            FoundDeviation(name="states-repeated", measured=words, evidence=(("rows", int(repeated.sum())),))
-        )
+        faults.append(FoundDeviation("states-repeated", words, {"rows": int(repeated.sum())}))
     if faults:
         return faults
     wanted = subject.recipe.target.dtype
@@ -154,14 +140,10 @@ def _captured_faults(subject: ExaminedAdapter, states: Tensor) -> list[FoundDevi
         if narrower or (coarse is not None and _bits(coarse) < _bits(declared_dtype)):
             have = _name(states.dtype if narrower or coarse is None else coarse)
             words = f"{tokens * rows.shape[1]} rows with the precision of {have}, declared {wanted}"
-            faults.append(FoundDeviation(name="states-dtype", measured=words, evidence=(("dtype", have),)))
+            faults.append(FoundDeviation("states-dtype", words, {"dtype": have}))
         elif _bits(states.dtype) == _bits(declared_dtype) and states.dtype != declared_dtype:
             words = f"states of {tokens} tokens are {_name(states.dtype)}, declared {wanted}"
-            faults.append(
-                FoundDeviation(
-                    name="states-dtype", measured=words, evidence=(("dtype", _name(states.dtype)),)
-                )
-            )
+            faults.append(FoundDeviation("states-dtype", words, {"dtype": _name(states.dtype)}))
     return faults
 
 

@@ -174,7 +174,7 @@ def _setting(
     ids = draft_ids(subject, shown, subject.batch)
     if ids is None:
         words = f"{len(shown.head)} rows of the draft's head, of which not every one is a row of the target's"
-        return FoundDeviation(name="teacher-head", measured=words, evidence=(("rows", len(shown.head)),))
+        return FoundDeviation("teacher-head", words, {"rows": len(shown.head)})
     rows = torch.full((len(shown.head),), -1)
     rows[ids[ids >= 0]] = (ids >= 0).nonzero().squeeze(-1)
     setting = TeacherSetup(
@@ -342,14 +342,14 @@ def _variants(state: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Iterato
 def _fault(
     setting: TeacherSetup, who: str, distance: LogitDistance, repair: LogitExplanation | None
 ) -> FoundDeviation:
-    evidence = (("agreement", distance.agreement), ("KL", distance.kl), ("slots", distance.count))
+    evidence: dict[str, Value] = {"agreement": distance.agreement, "KL": distance.kl, "slots": distance.count}
     declared = "before the final norm" if setting.slice.norm is not None else "after the final norm"
     if repair is None:
         words = f"{who}: {distance.words} against the target, and no repair explains it"
-        return FoundDeviation(name="teacher-differs", measured=words, evidence=evidence)
+        return FoundDeviation("teacher-differs", words, evidence)
     words = f"{who}: {distance.words} against the target; {setting.slice.tap} is declared {declared}, and what fits is"
     words += f" {repair.words} ({repair.distance.words})"
-    return FoundDeviation(name=f"teacher-{repair.kind}", measured=words, evidence=evidence)
+    return FoundDeviation(f"teacher-{repair.kind}", words, evidence)
 
 
 def _head_fault(
@@ -371,7 +371,7 @@ def _head_fault(
     dtype = shown.head.dtype
     limit = max(COLUMN, COLUMN_ULPS * torch.finfo(dtype).eps)
     off = _sine(found, own)
-    numbers = (("columns", len(found)), ("sine", float(off.median())))
+    numbers: dict[str, Value] = {"columns": len(found), "sine": float(off.median())}
     if float(off.median()) <= limit:
         return None
     ordered = _sine(found.sort(-1).values, own.sort(-1).values)
@@ -386,10 +386,10 @@ def _head_fault(
         words = (
             f"{len(found)} columns of the head hold the target's values in another order; {distance.words}"
         )
-        return FoundDeviation(name="teacher-vocabulary", measured=words, evidence=numbers)
+        return FoundDeviation("teacher-vocabulary", words, numbers)
     size = float(off.median())
     words = f"{len(found)} columns of the teacher's head are off the target's by {size:.2g} (sine, median)"
-    return FoundDeviation(name="teacher-head", measured=f"{words}; {distance.words}", evidence=numbers)
+    return FoundDeviation("teacher-head", f"{words}; {distance.words}", numbers)
 
 
 def _sine(a: Tensor, b: Tensor) -> Tensor:

@@ -107,9 +107,9 @@ class TokensProbe:
                 grouped.setdefault(name, []).append((talk, words, size))
         told = [
             FoundDeviation(
-                name=name,
-                measured=f"in {len(some)} of {len(read)} conversations, first in '{some[0][0]}': {some[0][1]}",
-                evidence=(("conversations", len(some)), ("tokens", some[0][2])),
+                name,
+                f"in {len(some)} of {len(read)} conversations, first in '{some[0][0]}': {some[0][1]}",
+                {"conversations": len(some), "tokens": some[0][2]},
             )
             for name, some in grouped.items()
         ]
