@@ -7,9 +7,9 @@ padding. Then tokens are exchanged: the token of another block's anchor, every t
 rows of all tokens but the mask token; no bit may move. Its own anchor's token and the mask token's row must move it.
 
 Then by comparison, where the parameters have z-lab's names: a drafter that is written a second time
-(`adapters.reference_drafter`) computes in float64 what the step should give under the recipe; where it differs,
-other readings are tried (windows, direction within the block, positions, rope, norm, embedding) and the one that agrees
-is named. The limit is 10 times the rounding error of the same arithmetic in the trainer's own precision,
+(`parity.probes.instruments.drafter.reference`) computes in float64 what the step should give under the recipe; where it
+differs, other hypotheses are tried (windows, direction within the block, positions, rope, norm, embedding) and the one
+that agrees is named. The limit is 10 times the rounding error of the same arithmetic in the trainer's own precision,
 measured beside it (float32: about 1e-6 of a hidden state; bfloat16 products: about 1e-2). Attention weighs little in a
 fresh narrow drafter, so its output projections are scaled to add about as much as the residual for the comparison.
 
@@ -20,6 +20,8 @@ and a row as long as the window where a layer slides (up to 4,096 tokens).
 Finds: SpecForge#470 and #472 (blocks of the wrong place, padding), speculators#686 (a mask that masks nothing),
 vllm#47745 (causal flag), speculators 0.9.0's windows counted from the anchor, SpecForge#604 (mask token).
 Faults: the `context` rows of `parity.probes.deviations`.
+
+Shapes: S tokens of the row, A anchors (one block each), B slots of a block, P slots that are probed one by one.
 """
 
 from collections.abc import Sequence
@@ -42,7 +44,7 @@ from parity.probes.subject import ExaminedAdapter, FoundDeviation, SyntheticDocu
 from parity.reports.record import Finding, Value
 
 PROBED_ANCHORS = 6
-"""Blocks that are asked: two a document of the shared row."""
+"""Blocks that are examined: two a document of the shared row."""
 LONGEST_WINDOW = 4096
 """Tokens of the longest row that is made to see a window's edge."""
 WINDOWS = ("window-size", "window-from", "window-ignored", "window-undeclared")
@@ -63,12 +65,14 @@ class ContextProbe:
     def _run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         configured = subject.adapter.configured
         reading = DrafterHypothesis.from_recipe(subject.recipe, configured)
+        # The shared row, and where a layer slides a row long enough to show its window's edge.
         looks = [ProbeBatch(subject, subject.batch, subject.anchors(subject.batch, PROBED_ANCHORS))]
         notes: list[str] = []
         if subject.recipe.attention.window is not None:
             longer = window_row(subject, subject.recipe.attention.window)
             looks += [longer] if isinstance(longer, ProbeBatch) else []
             notes += [longer] if isinstance(longer, str) else []
+        # What moves a block: captured states by gradient, tokens and embedding rows by exchange.
         seen = [BlockInfluence.of(look, reading) for look in looks]
         leaks, tokens = _once([fault for each in seen for fault in each.leaks()]), _tokens(looks[0])
         faults = _order_leaks(leaks, tokens)
@@ -76,12 +80,14 @@ class ContextProbe:
             looks[0], reading.mask_token_id, any(each.name == "block-tokens" for each in tokens)
         )
         faults += row
+        # The comparison starts from what was measured, so that one fault is not reported a second time as another.
         lens = VisibleStep.of(
             looks, replace(reading, mask_token_id=filled, until=max(each.edge for each in seen))
         )
         match = lens if isinstance(lens, str) else lens.match(rope_known=configured is not None)
         if isinstance(match, str):
             notes.append(match)
+        # Windows are seen both ways: the comparison's name is taken where it has one.
         named = [each.windows() for each in seen]
         faults += _merge_faults(faults, match, [fault for each in named for fault in each])
         sentence, facts = _describe_context(subject, seen, match, filled, notes)
@@ -98,7 +104,12 @@ class ContextProbe:
 
 
 def window_row(subject: ExaminedAdapter, window: int) -> ProbeBatch | str:
-    """One document in which two blocks stand further from its beginning than the window reaches, or why not."""
+    """One document in which two blocks lie further from its beginning than the window reaches, or why there is none.
+
+    Args:
+        subject: the adapter that is examined.
+        window: of the sliding layers, in tokens.
+    """
     length = window + 4 * subject.block
     if length > LONGEST_WINDOW:
         return f"its edge was not tested, since a window of {window} needs a row longer than {LONGEST_WINDOW} tokens"
@@ -123,7 +134,7 @@ class BlockInfluence:
     chosen: int
     """The block that stands last in its document: it can see most."""
     slots: Tensor
-    """bool [asked, S] what moves each of its slots that is asked."""
+    """bool [P, S] what moves each of its probed slots."""
 
     @classmethod
     def of(cls, look: ProbeBatch, reading: DrafterHypothesis) -> "BlockInfluence":
@@ -160,11 +171,13 @@ class BlockInfluence:
 
     def leaks(self) -> list[FoundDeviation]:
         """States that move a block and must not."""
+        # A mask without effect moves every block by every state: one fault, and no list of its consequences.
         document, ahead, extra = self.look.row.document[None], self.ahead, self.strength > 0
         real = int((document >= 0).sum())
         if bool(extra[(document >= 0).expand_as(extra)].all()) and len(document.unique()) > 1:
             words = f"each of {len(extra)} blocks is moved by all {real} states of the row"
             return [FoundDeviation("mask-ignored", words, {"states": real})]
+        # Every undue state falls under exactly one of four names, by where it lies.
         kinds = {
             "context-padding": extra & (document < 0),
             "context-documents": extra & (document >= 0) & ~self.own,
@@ -190,6 +203,7 @@ class BlockInfluence:
         """States before the anchor that a slot of the chosen block sees or misses against the recipe."""
         before = self.own[self.chosen] & (self.ahead[self.chosen] < 0)
         found, wanted = self.slots & before, self.wanted[self.chosen, self.look.probed_slots] & before
+        # A state that is seen may have a gradient that underflows: what is missing has to be missing twice.
         missing = wanted & ~found
         if bool(missing.any()):
             again = ProbeBatch(self.look.subject, self.look.batch, self.look.anchors, states=6)
@@ -200,6 +214,7 @@ class BlockInfluence:
         at = int(self.look.anchors[self.chosen])
         words = f"slots of the block at token {at} see {more} states more and {less} fewer"
         evidence: dict[str, Value] = {"more": more, "fewer": less}
+        # Another window is named only where it gives exactly what every block shows.
         inside = self.own & (self.ahead < 0)
         for difference, reading in _other_windows(self.reading):
             other = reach(reading, self.look.row)
@@ -269,11 +284,20 @@ def _tokens(look: ProbeBatch) -> list[FoundDeviation]:
 
 
 def _mask_row(look: ProbeBatch, declared: int, text: bool) -> tuple[list[FoundDeviation], int]:
-    """Which row of the embedding fills the slots, by changing rows; the declared one where none can be changed. text:
-    whether other tokens of the row enter the blocks, whose rows then move them too."""
+    """Which row of the embedding fills the slots, found by changing rows.
+
+    Args:
+        look: the blocks.
+        declared: the recipe's mask token.
+        text: whether other tokens of the row enter the blocks, whose rows then move them too.
+
+    Returns:
+        The faults, and the row's number: the declared one where no row can be changed or none moves a slot.
+    """
     table = look.subject.parameters.get("embed_tokens.weight")
     if table is None or declared >= len(table):
         return [], declared
+    # The declared row alone, then all rows that may not move a slot, then by halving which of them do.
     with other_rows(table, torch.tensor([declared])):
         own = float(look.changed_blocks()[:, 1:].max())
     ids = torch.arange(len(table))
@@ -293,7 +317,7 @@ def _mask_row(look: ProbeBatch, declared: int, text: bool) -> tuple[list[FoundDe
     return [FoundDeviation("mask-token", words, {"token": int(rows[0])})], int(rows[0])
 
 
-# --- telling ------------------------------------------------------------------------------------------
+# --- words --------------------------------------------------------------------------------------------
 
 
 def _merge_faults(
@@ -316,8 +340,11 @@ def _merge_faults(
 
 
 def _order_leaks(leaks: Sequence[FoundDeviation], tokens: Sequence[FoundDeviation]) -> list[FoundDeviation]:
-    """A block that sees another block sees what that one may see: then this is told first, and of the rest only what
-    no other block explains. A state behind the anchor is told, and not its own beside it."""
+    """Without what follows from another fault.
+
+    A block that sees another block sees what that one may see: then this comes first, and of the rest only padding,
+    which no other block explains. Where states behind the anchor are seen, the anchor's own is not named beside them.
+    """
     if leaks and leaks[0].name == "mask-ignored":
         return list(leaks)
     names = {fault.name for fault in leaks}
@@ -340,6 +367,7 @@ def _describe_context(
     notes: Sequence[str],
 ) -> tuple[str, dict[str, Value]]:
     """The sentence and its facts."""
+    # How many states move blocks, of all rows together.
     right = sum(int((each.wanted.any(1) & (each.strength > 0)).sum()) for each in seen)
     wanted = sum(int(each.wanted.any(1).sum()) for each in seen)
     wrong = sum(int((~each.wanted.any(1) & (each.strength > 0)).sum()) for each in seen)
@@ -353,6 +381,7 @@ def _describe_context(
         f"blocks are moved by {right} of {wanted} states strictly before their anchor in its document"
         f"{' and window' if subject.recipe.attention.window else ''}, and by {wrong} others"
     )
+    # What the comparison with the reference drafter adds, and what it leaves open.
     if isinstance(match, HypothesisFit):
         read = match.reading
         facts |= {"context.distance": match.declared, "context.precision": match.precision}

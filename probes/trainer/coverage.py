@@ -14,8 +14,10 @@ A budget of the row, not of each document, cannot be declared. It is recognised 
 epoch, and for half of the documents, while a document gets now more and now fewer. Where that is the declared number,
 documents are starved of what the recipe gives them, and the sentence says so; a number of the row's own is a warning,
 and what single documents get is not judged. Where the recipe declares `block.documents: prompt_masked`, a budget of a
-row is told and is no fault: speculators has one.
+row is reported and is no fault: speculators has one.
 Cost: eighteen draws, nineteen at most, no step. Faults: the `coverage` rows of `parity.probes.deviations`.
+
+Shapes: S tokens of the row, A anchors.
 """
 
 import math
@@ -71,17 +73,20 @@ class CoverageProbe:
 
     def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a deviation, with the table of documents."""
+        # Eight epochs, one of them again, and the same documents in the reverse order.
         texts = _texts(subject)
         draws = _draws(subject, subject.row(texts, padding=subject.block))
         again = _draw_anchors(subject, draws.batch, 0)
         moved = _depends_on_order(subject, texts, draws)
         expected = _expected_anchors(subject, draws)
         of_row = _row_budget(subject, texts, draws, expected)
+        # Where anchors are, whether they repeat, how many there are.
         faults = [
             *_place_faults(draws),
             *_repeat_faults(draws, again),
             *_number_faults(subject, draws, expected, of_row),
         ]
+        # Coverage is of supervised tokens, over all epochs.
         share = sum(draws.reached.tolist()) / max(1, int(_supervised_tokens(draws.batch).sum()))
         least = min(draws.shares.values(), default=0.0)
         sentence = (
@@ -109,22 +114,18 @@ def _texts(subject: ExaminedAdapter) -> list[SyntheticDocument]:
     size, block = subject.block, subject.recipe.block
     begins = size if block.documents == "prompt_masked" else 0
     long = min(LONGEST_ROW // 8, max(4 * size, 2 * block.anchors))
-    texts = [
-        SyntheticDocument(length=long + 2, prompt=2),
-        SyntheticDocument(length=3 * size + begins, prompt=begins),
-    ]
-    texts += [
-        SyntheticDocument(length=long // 2 + size, prompt=size),
-        SyntheticDocument(length=long + begins, prompt=begins),
-    ]
-    texts += [
-        SyntheticDocument(length=max(4, size // 2) + begins, prompt=begins),
-        SyntheticDocument(length=4 * size, prompt=size, holes=(2 * size,)),
-    ]
-    texts += [
-        SyntheticDocument(length=long // 2 + 3 + begins, prompt=3 + begins),
-        SyntheticDocument(length=4 * size, prompt=size),
-    ]
+    shapes = (  # length, prompt
+        (long + 2, 2),
+        (3 * size + begins, begins),
+        (long // 2 + size, size),
+        (long + begins, begins),
+        (max(4, size // 2) + begins, begins),
+        (4 * size, size),
+        (long // 2 + 3 + begins, 3 + begins),
+        (4 * size, size),
+    )
+    texts = [SyntheticDocument(length=length, prompt=prompt) for length, prompt in shapes]
+    texts[5] = replace(texts[5], holes=(2 * size,))
     return texts
 
 
@@ -140,6 +141,7 @@ def _supervised_tokens(batch: Batch) -> Tensor:
 
 
 def _draws(subject: ExaminedAdapter, batch: Batch) -> AnchorDraws:
+    """Anchors of every epoch, counted by document."""
     epochs = [_draw_anchors(subject, batch, epoch) for epoch in range(EPOCHS)]
     documents = len(batch.sample_ids)
     covered, counts = AnchorCoverage(), torch.zeros(EPOCHS, documents, dtype=torch.long)
@@ -180,6 +182,12 @@ def _row_budget(
 
     Either the declared number in all; or any number that is the same in every epoch, and in a row of half as many
     documents, while a document gets now more and now fewer.
+
+    Args:
+        subject: the adapter that is examined.
+        texts: the row's documents.
+        draws: what was drawn for them.
+        expected: anchors of each document in one epoch, by the recipe.
     """
     budget, totals = subject.recipe.block.anchors, {len(anchors) for anchors in draws.epochs}
     total = max(totals, default=0)
@@ -258,11 +266,13 @@ def _number_faults(
     subject: ExaminedAdapter, draws: AnchorDraws, expected: list[int], of_row: int
 ) -> list[FoundDeviation]:
     """Too few, too many, or unevenly spread."""
+    # Each document's mean over the epochs against its declared number. Small numbers are not judged.
     faults, means = [], draws.counts.double().mean(0)
     over = [
         n for n, want in enumerate(expected) if float(means[n]) > max(want, 1) * (2 - STARVED) and want >= FEW
     ]
     starved = [n for n, want in enumerate(expected) if want >= FEW and float(means[n]) < STARVED * want]
+    # A budget of the row: declared with `prompt_masked`, a warning where it is a number of its own.
     declared_row = of_row and subject.recipe.block.documents == "prompt_masked"
     own_number = of_row and of_row != subject.recipe.block.anchors
     if own_number and not declared_row:
@@ -280,6 +290,7 @@ def _number_faults(
         )
         words += f"declared {expected[over[0]]}"
         faults.append(FoundDeviation("anchors-budget", words, {"document": over[0]}))
+    # Evenness: epochs that draw the same anchors reach few tokens for that reason alone.
     if any(fault.name == "anchors-frozen" for fault in _repeat_faults(draws, draws.epochs[0])):
         return faults
     uneven = []
@@ -297,7 +308,7 @@ def _number_faults(
 
 
 def _row_fault(draws: AnchorDraws, of_row: int, budget: int) -> FoundDeviation:
-    """A row's number that is no document's: told, and not judged by what each document was to get."""
+    """A row's number that is no document's: reported, and not judged by what each document was to get."""
     candidates = [draws.candidates(number) for number in range(draws.counts.shape[1])]
     longest = max(range(len(candidates)), key=candidates.__getitem__)
     low, high = int(draws.counts[:, longest].min()), int(draws.counts[:, longest].max())
@@ -310,6 +321,7 @@ def _row_fault(draws: AnchorDraws, of_row: int, budget: int) -> FoundDeviation:
 
 
 def _table(draws: AnchorDraws, expected: list[int]) -> Table:
+    """Candidates, anchors and coverage of every document."""
     rows = []
     for number, want in enumerate(expected):
         mean = float(draws.counts[:, number].double().mean())

@@ -6,9 +6,9 @@ one document of 512 tokens, early to late. Compared with each layer's output pro
 attention adds as much as the residual (in a fresh narrow drafter rounding hides it else); on the short documents also
 as they are.
 
-Where they differ, the drafter that is written a second time (`adapters.reference_drafter`) says how: readings with
-other positions, rope, mask, window, context, slices, embedding, head or mask token are tried until one gives what was
-drafted.
+Where they differ, the drafter that is written a second time (`parity.probes.instruments.drafter.reference`) names the
+difference: hypotheses with other positions, rope, mask, window, context, slices, embedding, head or mask token are
+tried until one gives what was drafted.
 
 The limit is a few times the rounding error of the same arithmetic in the trainer's precision, at least 1e-5 of the
 logits' standard deviation (float32) or 1e-2 (bfloat16 products or head). Without z-lab's parameter names there is no
@@ -17,11 +17,13 @@ reading to name, and attention is not scaled.
 The real loop, where the adapter shows `generate` and `greedy`: speculative decoding at temperature 0 must write what
 the target writes alone. A wrong token before any rejection is a wrong acceptance; one after a rejection means that
 the target's caches kept what was refused (huggingface/transformers#49036: recurrent states cannot be cropped). In
-bfloat16 a tie is no difference: the gap of the target's own two logits is asked of `reference`.
+bfloat16 a tie is no difference: the gap of the target's own two logits is taken from `reference`.
 
 Cost: five steps, 17 calls of `draft`, 2 x 16 tokens written twice. Finds: vllm#52873 (long
 positions), vllm#47745 (causal flag), SpecForge#455 (head), speculators#613 (rope), llama.cpp#25792. Faults: the
 `decode` rows of `parity.probes.deviations`.
+
+Shapes: A anchors, B slots of a block, V the draft's vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -136,10 +138,12 @@ def _plain(look: ProbeBatch) -> DraftLogits:
 
 
 def _drafts(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[str, Value]]:
+    """Whether inference drafts the step's logits: faults, words and facts."""
     looks = _looks(subject)
     reading = DrafterHypothesis.from_recipe(subject.recipe, subject.adapter.configured)
     lens = VisibleStep.of(looks, reading, ALL)
     limit = limit_of(looks[0], lens)
+    # With attention scaled up, where the parameters that are exposed are those that inference uses too.
     plain, compared, values, note = [_plain(looks[0])], list[DraftLogits](), dict[str, Tensor](), ""
     if not isinstance(lens, str) and lens.live:
         values = dict(lens.whole.values)
@@ -152,9 +156,11 @@ def _drafts(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[s
                 DraftLogits(look=look, trained=logits_of(look, hidden), drafted=made)
                 for look, hidden, made in zip(looks, lens.whole.found, drafted, strict=True)
             ]
+    # Else every row with the parameters as they are.
     if not compared:
         plain += [_plain(look) for look in looks[1:]]
         compared = plain
+    # One number and its limit; beyond it the difference is named, and may be one that the recipe declares.
     worst = max(float(each.draft_distance.max()) for each in (*plain, *compared))
     anchors = sum(len(each.look.anchors) for each in compared)
     positions = torch.cat([each.look.batch.position[each.look.anchors] for each in compared])
@@ -182,7 +188,15 @@ def _name_hypothesis(
     limit: float,
     worst: float,
 ) -> FoundDeviation:
-    """The fault whose reading gives what inference drafts."""
+    """The fault whose hypothesis gives what inference drafts.
+
+    Args:
+        compared: logits of both ways, row by row.
+        lens: the step and its reference, or why there is none.
+        values: what stood in the output projections meanwhile.
+        limit: distance that rounding may make.
+        worst: the largest distance found.
+    """
     off = sum(int((each.draft_distance > limit).sum()) for each in compared)
     count = sum(len(each.draft_distance) for each in compared)
     numbers = f"logits are up to {worst:.3g} of their deviation apart at {off} of {count} anchors (limit {limit:.2g})"
@@ -191,6 +205,7 @@ def _name_hypothesis(
     def fault(name: str, words: str) -> FoundDeviation:
         return FoundDeviation(name, f"{words}{'; ' if words else ''}{numbers}", evidence)
 
+    # From the narrowest name to the widest: a factor, a hypothesis, a position from which on it is off.
     factor = factor_between(compared, limit)
     if factor is not None:
         return fault("decode-head", f"the logits are {factor:.4g} times the step's")
@@ -220,6 +235,7 @@ def _mask_row(each: DraftLogits, table: Tensor) -> int | None:
 
 def _loop(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[str, Value]]:
     """Whether drafting and verifying writes the target's own text."""
+    # Random prompts leave the target unsure, so that a wrong state changes its next token soon.
     adapter, same, refused = subject.adapter, 0, 0
     generator = torch.Generator().manual_seed(4)
     for _ in range(PROMPTS):
@@ -229,6 +245,7 @@ def _loop(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[str
         with subject.guard_adapter_call("generate"), torch.no_grad():
             said, lengths = adapter.generate(prompt, NEW)
         said, lengths = list(said), list(lengths)
+        # The first token that differs; equal texts and ties in the target's own logits are no fault.
         refused += sum(length < subject.block for length in lengths[:-1])
         wrong = next((n for n, pair in enumerate(zip(own, said, strict=False)) if pair[0] != pair[1]), None)
         if wrong is None and len(own) == len(said):
@@ -254,7 +271,15 @@ def _loop(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[str
 def _loop_fault(
     block: int, own: list[int], said: list[int], lengths: list[int], wrong: int
 ) -> FoundDeviation:
-    """A text that is not the target's, by where it leaves it."""
+    """A text that is not the target's, by where it departs from it.
+
+    Args:
+        block: B; a cycle that writes fewer tokens had a rejection.
+        own: the target's own text.
+        said: what drafting and verifying wrote.
+        lengths: tokens written by each cycle.
+        wrong: the first place where the texts differ.
+    """
     ends = [1 + sum(lengths[: n + 1]) for n in range(len(lengths))]
     cycle = next((n for n, end in enumerate(ends) if end > wrong), len(lengths))
     rejections = sum(length < block for length in lengths[:cycle])

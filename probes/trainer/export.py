@@ -4,7 +4,7 @@ The checkpoint is written (`export`) into a temporary folder and read by our own
 layout) or by speculators (its own), as far as they are installed; each computes the blocks of the shared row, and its
 hidden states times the step's head must be the step's logits. Before it is written each layer's output projection is
 scaled until attention adds as much as the residual, where the exporter writes the live parameters. Then what the file
-says is held against the recipe: weights, conditioning layers under the layout's convention, mask token, block size
+declares is compared with the recipe: weights, conditioning layers under the layout's convention, mask token, block size
 against speculative tokens, window and causal flags, rope, the draft vocabulary's maps row by row against the target's
 head, copies of the target's tensors.
 
@@ -21,7 +21,6 @@ vllm#47745 (causal flag), vllm-ascend#9795 (head and maps), ModelOpt#1621 and Ne
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,6 +92,7 @@ class ExportProbe:
 
     def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a fault."""
+        # Written with attention scaled up, and once more as it is where the exporter writes a copy.
         look = _look(subject)
         reading = DrafterHypothesis.from_recipe(subject.recipe, subject.adapter.configured)
         lens = VisibleStep.of([look], reading, ALL)
@@ -105,6 +105,7 @@ class ExportProbe:
                 written = ExportedCheckpoint(subject, look, reading, Path(place) / "plain")
             trained = logits_of(look, look.step_output.hidden if not values else lens.whole.found[0])  # type: ignore[union-attr]
             said, compared, notes = written.read(trained)
+        # What the file declares comes first: a reader that differs for that reason is not named again.
         limit = max(limit_of(look, lens), ROUNDED if written.narrower else 0.0)
         faults = [*written.refused, *_check_statement(written, reading, subject), *_weights(written)]
         if not faults:
@@ -116,6 +117,7 @@ class ExportProbe:
             made = [_name_difference(name, compared[name], lens, values, limit) for name in off]
             notes += [fault.measured for fault in made if is_declared_gap(subject, fault.measured)]
             faults = [fault for fault in made if not is_declared_gap(subject, fault.measured)][:1]
+        # The sentence and its facts.
         worst = max((float(each.draft_distance.max()) for each in compared.values()), default=float("inf"))
         words = f"{written.layout} layout, {written.dtype}; read by {', '.join(said) or 'nobody'}"
         words += f"; logits at {len(look.anchors)} anchors at most {worst:.2g} of their deviation apart"
@@ -131,7 +133,7 @@ class ExportProbe:
 
 
 def _look(subject: ExaminedAdapter) -> ProbeBatch:
-    """Blocks of the shared row that end in it, as speculators wants them, with a state before them."""
+    """Blocks of the shared row that end within it, as speculators requires, with a state before them."""
     batch = subject.batch
     anchors = subject.anchors(batch, 2 * EXPORT_ANCHORS)
     inside = anchors[(anchors + subject.block <= len(batch.tokens)) & (batch.position[anchors] > 0)]
@@ -189,7 +191,7 @@ class ExportedCheckpoint:
 
     @property
     def facts(self) -> dict[str, Value]:
-        """What the file says."""
+        """What the file declares."""
         if self.imported is None:
             return {}
         config, wiring = self.imported.drafter.config, self.imported.wiring
@@ -202,7 +204,15 @@ class ExportedCheckpoint:
         }
 
     def read(self, trained: Tensor) -> tuple[list[str], dict[str, DraftLogits], list[str]]:
-        """(readers that computed, their logits, notes on those that did not)."""
+        """Let every reader of the layout compute the blocks.
+
+        Args:
+            trained: logits of the step, [A, B - 1, V].
+
+        Returns:
+            Readers that computed, their logits by name, notes on those that are not available. A refusal is added to
+            `refused`.
+        """
         readers = [*([OwnReader(self.imported)] if self.imported is not None else []), *peers_of(self.layout)]
         table, fc_input = hypothesis_table(self.subject), self.look.step_output.fc_input.detach()
         head = self.look.step_output.head.detach().double()
@@ -227,7 +237,7 @@ class ExportedCheckpoint:
 
 
 def _question(error: ParityError) -> FoundDeviation:
-    """A refusal of our reader, by what it is about."""
+    """A refusal of our reader, named by the word that it contains."""
     text = f"{error.asked}: {error.found}"
     name = next((name for word, name in QUESTIONS if word in text), "export-unreadable")
     return FoundDeviation(name, f"our reader refuses it: {text}", {"refused": text})
@@ -236,18 +246,19 @@ def _question(error: ParityError) -> FoundDeviation:
 def _check_statement(
     written: ExportedCheckpoint, reading: DrafterHypothesis, subject: ExaminedAdapter
 ) -> list[FoundDeviation]:
-    """What the file says against the recipe, and against the drafter's configuration where it is known."""
+    """What the file declares against the recipe, and against the drafter's configuration where it is known."""
     if written.imported is None:
         return []
     recipe, read = subject.recipe, written.imported
     config, faults = read.drafter.config, list[FoundDeviation]()
 
-    def check(name: str, what: str, found: Any, wanted: Any) -> None:
+    def check(name: str, what: str, found: object, wanted: object) -> None:
         if found != wanted:
             words = f"{what} {found} in the file, {wanted} in training"
             evidence: dict[str, Value] = {"file": str(found), "training": str(wanted)}
             faults.append(FoundDeviation(name, words, evidence))
 
+    # What every recipe declares, then rope and epsilon, which only a configuration does.
     check("export-layer-ids", "conditioning layers", read.wiring.layers, recipe.conditioning.decoder_layers)
     check("export-mask-token", "mask token", config.mask_token_id, recipe.block.mask_token_id)
     check("export-block-size", "block size", config.block_size, recipe.block.size)
@@ -267,7 +278,7 @@ def _check_statement(
 
 
 def _vocabulary(written: ExportedCheckpoint) -> list[FoundDeviation]:
-    """Whether every draft id stands for the target token whose head row the step uses."""
+    """Whether every draft id is that of the target token whose head row the step uses."""
     assert written.imported is not None
     vocab, head = written.imported.drafter.draft_vocab, written.look.step_output.head.detach()
     try:

@@ -2,25 +2,25 @@
 
 The gradient of the loss at the head's input is solved for what made it. Logits are formed here in float64; for
 every slot a term of weight 1 leaves a known gradient (`parity.probes.instruments.loss.head_gradient`), and one
-mixture of terms with
-one weight a slot has to give all of them. The weights are then explained: as a law of the slot, of D-PACE's
-confidence or of what the draft got right; their sum tells what is divided by.
+mixture of terms with one weight a slot has to give all of them. The weights are then explained: as a law of the slot, of D-PACE's
+confidence or of what the draft got right; their sum gives the denominator away. The method, with an example in numbers:
+`probes/instruments/loss/README.md`.
 
 Test: exact. The residual is relative; its limit is 1e-6, or four times what forming the logits in the trainer's own
 dtypes changes (about 2e-7 in float32, .003 in bfloat16), measured beside it. What is above is *not recognised*: no
 term is named then. A parameter is another than declared when it is off by five standard errors and by .1 %.
 The row is `parity.probes.instruments.loss.designed_row`: a flat teacher, labels half of which differ from the data.
-The head need not be the target's: a parameter of its shape at which the loss has a gradient is told, and where the
-head that is shown explains nothing, every other one is tried, and the target's for the teacher (`own_head` in
-`parity.probes.adapters`). A head that neither a parameter nor the reference shows stays hidden: one gradient a slot
-does not determine its rows.
+The head need not be the target's: a parameter of its shape at which the loss has a gradient is reported, and where
+the step's head explains nothing, every other one is tried, and the target's for the teacher
+(`parity.probes.instruments.loss.other_heads`). A head that is neither a parameter nor the reference's stays hidden: one
+gradient a slot does not determine its rows.
 
 What stays hidden: a factor common to all terms cannot be told from a denominator, so the factors' declared
-sum is assumed. The factor T^2 of distillation is told by the shares where another term is beside it; where all terms
-have it, by a denominator that is none of the known ones and becomes one with it.
+sum is assumed. The factor T^2 of distillation is seen in the shares where another term is beside it; where all terms
+have it, in a denominator that is none of the known ones and becomes one with it.
 
-Bugs it finds: 70 % KL + 30 % CE with streak-aware weights and gamma 10 for hard CE with gamma 4 (design.md section
-1), gamma for another block size, a loss reduced by other sums (SpecForge#455's and speculators#798's weights).
+Bugs it finds: 70 % KL + 30 % CE with streak-aware weights and gamma 10 for hard CE with gamma 4
+(docs/case-study.md), gamma for another block size, a loss reduced by other sums (SpecForge#455's and speculators#798's weights).
 Cost: two steps, one gradient, about seven products of [96, V] and [V, D] in float64. Faults: the `loss` rows of
 `parity.probes.deviations`.
 """
@@ -68,12 +68,14 @@ class LossProbe:
 
     def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a deviation, with tables of terms and of slots."""
+        # The gradient at the head that the step exposes.
         crafted, at = _at_head(subject)
         if not len(at):
             return make_probe_answer(
                 self.name, "no slot gets a gradient", [_nothing(at)], facts={"loss.slots": 0}
             )
         at, reading = _read(subject, crafted, at)
+        # Where that head explains nothing, or only the step's own teacher does, another head may make the logits.
         trains, other = trained_head(subject, at.shown), None
         if not reading.fit.choose_mixture_with_law or (crafted.slice and reading.teacher_from != SLICE):
             for heads in other_heads(subject, crafted.batch, at.shown):
@@ -85,6 +87,7 @@ class LossProbe:
         own = _head_faults(trains, other)
         if not reading.fit.choose_mixture_with_law:
             return _not_recognised(self.name, reading, len(at), own)
+        # Weights, denominator, and the recipe beside them.
         reading, law, slots = is_explained(subject, crafted, at, reading)
         found = find_weight_law(subject, crafted, at, reading, law)
         faults = [*own, *_deviations(subject, reading, law, found, slots)]
@@ -124,6 +127,7 @@ def _read(
 
 
 def _nothing(at: HeadGradients) -> FoundDeviation:
+    """No slot gets a gradient."""
     words = f"0 of {at.shape[0] * at.shape[1]} slots have a gradient at the head's input"
     return FoundDeviation("loss-none", words)
 
@@ -144,7 +148,15 @@ def _deviations(
     found: WeightLaws,
     slots: WeightedSlots,
 ) -> list[FoundDeviation]:
-    """What is other than declared, the mixture first."""
+    """What is other than declared, the mixture first.
+
+    Args:
+        subject: the adapter that is examined.
+        reading: the mixture of terms.
+        law: how the slots' weights are made.
+        found: denominator, slot 0, what could hide.
+        slots: the weights.
+    """
     return [
         *_term_faults(subject, reading, found),
         *_weight_faults(subject, law, slots),
@@ -156,6 +168,7 @@ def _deviations(
 def _term_faults(
     subject: ExaminedAdapter, reading: MixtureEstimate, found: WeightLaws
 ) -> list[FoundDeviation]:
+    """Temperature, shares and source of labels, where they are not the declared ones."""
     faults = []
     declared, recipe = _declared_terms(subject), subject.recipe
     hard = {name.split(":")[1].rstrip("+-1") for name in reading.fit.shares if name.startswith("ce")}
@@ -164,11 +177,13 @@ def _term_faults(
     shares = {name: found.terms.get(name, 0.0) for name in {**declared, **found.terms}}
     errors = {term_of(name): each for name, each in reading.fit.errors.items()}
     heat, declared_heat = reading.heat, recipe.loss.temperature
+    # A temperature shows in soft terms, and in a cross-entropy that was heated too.
     visible = soft(reading) or any("@" in name for name in reading.fit.shares)
     if visible and abs(heat - declared_heat) > SAME * declared_heat + CERTAIN * reading.heat_error:
         words = f"{heat:.4g} (standard error {reading.heat_error:.1g}), declared {declared_heat:g}"
         faults.append(FoundDeviation("loss-temperature", words, {"temperature": heat}))
     faults += _square_faults(found)
+    # Shares differ beyond their errors; T^2 moves them too, and has a name of its own.
     off = {
         name: value - declared.get(name, 0.0)
         for name, value in shares.items()
@@ -179,6 +194,7 @@ def _term_faults(
         words = f"{mixture_words(found.terms)}, declared {mixture_words(declared)}"
         evidence = {f"share of {each}": shares[each] for each in off}
         faults.append(FoundDeviation(name, words, evidence))
+    # The hard label's source, whatever its share.
     if "ce" in declared and hard and hard != {wanted}:
         words = f"cross-entropy on {' and '.join(sorted(origin(each) for each in hard))}, declared {origin(wanted)}"
         numbers = {f"share on {name}": value for name, value in reading.fit.shares.items()}
@@ -198,6 +214,7 @@ def _square_faults(found: WeightLaws) -> list[FoundDeviation]:
 
 
 def _names(fit: MixtureFit) -> set[str]:
+    """Its terms by the recipe's names."""
     return {term_of(name) for name in fit.shares}
 
 
@@ -225,6 +242,7 @@ def _weight_faults(subject: ExaminedAdapter, law: WeightLaw, slots: WeightedSlot
 
 
 def _slot0_faults(found: WeightLaws) -> list[FoundDeviation]:
+    """Slot 0 holds the anchor itself and is not to be trained."""
     if not found.slot0:
         return []
     words = f"it weighs {found.slot0:.4g} of what slot 1 weighs"
@@ -232,6 +250,7 @@ def _slot0_faults(found: WeightLaws) -> list[FoundDeviation]:
 
 
 def _reduction_faults(subject: ExaminedAdapter, law: WeightLaw, found: WeightLaws) -> list[FoundDeviation]:
+    """A denominator that is not the declared one, or one for each block."""
     wanted = subject.recipe.loss.reduction
     if law.kind == "per-block":
         words = f"{law.note}, declared {reduction_words(wanted)}"
@@ -244,6 +263,7 @@ def _reduction_faults(subject: ExaminedAdapter, law: WeightLaw, found: WeightLaw
 
 
 def _head_words(trains: TrainedHead | None, other: HeadPair | None) -> str:
+    """Which head makes the logits, and which one trains."""
     parts = []
     if other is not None:
         words = (
