@@ -3,13 +3,12 @@
 Three looks, none of which believes a configuration:
 1. Influence. Each captured slice in turn is rolled along the row; drafts that change, and labels (read from the
    gradient at the head's input, `parity.probes.instruments.loss.labels`) that change, are that slice's
-   influence. Exact: what is not connected does not change by one bit. The gradient of the drafts stands beside
-   it.
+   influence. Exact: what is not connected does not change by one bit. The drafts' gradient is reported beside it.
 2. Place. Rolling a slice moves exactly its own columns of fc's input: which, and in which order; the values there are
    the slice's. The gradient at fc's input is the one at the slices, so that what is shown is what is used.
 3. Identity. What the trainer's own capture delivers is compared with every layer of the target itself: each slice has
-   to be the layer it is called. Tolerance: relative L2 of 1e-4 in float32 (another order of sums), eight units in the last
-   place (.06) in bfloat16, where neighbouring layers differ by more; else the nearest layer is named.
+   to be the layer it is called. Tolerance: relative L2 of 1e-4 in float32 (another order of sums), eight units in the
+   last place (.06) in bfloat16, where neighbouring layers differ by more; else the nearest layer is named.
 
 Bugs it finds: fc fed the slice that defines the labels (speculators#705; docs/case-study.md), layer ids one
 off (vllm#40727, TorchSpec#87, ModelOpt's vLLM dump), slices in another order, labels from a conditioning slice,

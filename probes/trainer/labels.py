@@ -15,6 +15,8 @@ Bugs it finds: labels one token off (SpecForge#455, #885, speculators#760), labe
 (speculators#901), trained prompts and holes, data for the teacher's argmax (speculators#818), wrong vocabulary
 maps. Cost: two steps, one gradient, one product of [slots, D] and [D, V]. Faults: the `label` rows of
 `parity.probes.deviations`.
+
+Shapes: S tokens of the row, A anchors, B slots of a block, n slots that get a gradient, V draft vocabulary.
 """
 
 from collections import Counter

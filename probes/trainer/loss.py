@@ -1,10 +1,10 @@
 """What is being minimised?
 
-The gradient of the loss at the head's input is solved for what made it. Logits are formed here in float64; for
-every slot a term of weight 1 leaves a known gradient (`parity.probes.instruments.loss.head_gradient`), and one
-mixture of terms with one weight a slot has to give all of them. The weights are then explained: as a law of the slot, of D-PACE's
-confidence or of what the draft got right; their sum gives the denominator away. The method, with an example in numbers:
-`probes/instruments/loss/README.md`.
+The gradient of the loss at the head's input is solved for what made it. Logits are formed here in float64; for every
+slot a term of weight 1 leaves a known gradient (`parity.probes.instruments.loss.head_gradient`), and one mixture of
+terms with one weight a slot has to give all of them. The weights are then explained: as a law of the slot, of D-PACE's
+confidence or of what the draft got right; their sum gives the denominator away. The method, with an example in
+numbers: `probes/instruments/loss/README.md`.
 
 Test: exact. The residual is relative; its limit is 1e-6, or four times what forming the logits in the trainer's own
 dtypes changes (about 2e-7 in float32, .003 in bfloat16), measured beside it. What is above is *not recognised*: no
@@ -19,9 +19,9 @@ What stays hidden: a factor common to all terms cannot be told from a denominato
 sum is assumed. The factor T^2 of distillation is seen in the shares where another term is beside it; where all terms
 have it, in a denominator that is none of the known ones and becomes one with it.
 
-Bugs it finds: 70 % KL + 30 % CE with streak-aware weights and gamma 10 for hard CE with gamma 4
-(docs/case-study.md), gamma for another block size, a loss reduced by other sums (SpecForge#455's and speculators#798's weights).
-Cost: two steps, one gradient, about seven products of [96, V] and [V, D] in float64. Faults: the `loss` rows of
+Bugs it finds: 70 % KL + 30 % CE with streak-aware weights and gamma 10 for hard CE with gamma 4 (docs/case-study.md),
+gamma for another block size, a loss reduced by other sums (SpecForge#455's and speculators#798's weights). Cost: two
+steps, one gradient, about seven products of [96, V] and [V, D] in float64. Faults: the `loss` rows of
 `parity.probes.deviations`.
 """
 
