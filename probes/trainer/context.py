@@ -35,11 +35,16 @@ from parity.probes.instruments.drafter.hypotheses import (
     HypothesisChange,
     HypothesisFit,
     VisibleStep,
-    layer_differences,
+    list_layer_changes,
     rescale_zero_projections,
 )
-from parity.probes.instruments.drafter.receptive_field import ProbeBatch, exchange, filling_rows, other_rows
-from parity.probes.instruments.drafter.reference import DrafterHypothesis, override_parameters, reach
+from parity.probes.instruments.drafter.receptive_field import (
+    ProbeBatch,
+    exchange_anchor_tokens,
+    find_filling_rows,
+    override_rows,
+)
+from parity.probes.instruments.drafter.reference import DrafterHypothesis, compute_reach, override_parameters
 from parity.probes.subject import ExaminedAdapter, FoundDeviation, SyntheticDocument, make_probe_answer
 from parity.reports.record import Finding, Value
 
@@ -144,7 +149,7 @@ class BlockInfluence:
             look=look,
             reading=reading,
             strength=look.strengths(),
-            wanted=reach(reading, look.row),
+            wanted=compute_reach(reading, look.row),
             chosen=chosen,
             slots=look.slots(chosen),
         )
@@ -217,7 +222,7 @@ class BlockInfluence:
         # Another window is named only where it gives exactly what every block shows.
         inside = self.own & (self.ahead < 0)
         for difference, reading in _other_windows(self.reading):
-            other = reach(reading, self.look.row)
+            other = compute_reach(reading, self.look.row)
             same = torch.equal(other[self.chosen, self.look.probed_slots] & before, found)
             if same and torch.equal(other.any(1) & inside, (self.strength > 0) & inside):
                 return [FoundDeviation(difference.name, f"{difference.words}; {words}", evidence)]
@@ -255,7 +260,7 @@ def _other_windows(reading: DrafterHypothesis) -> list[tuple[HypothesisChange, D
     if not windows:
         others += [[replace(v, window=window) for v in reading.layers] for window in range(1, WIDENING_STEPS)]
     made = (replace(reading, layers=tuple(layers)) for layers in others)
-    return [(found[0], each) for each in made if (found := layer_differences(reading, each))]
+    return [(found[0], each) for each in made if (found := list_layer_changes(reading, each))]
 
 
 # --- tokens -------------------------------------------------------------------------------------------
@@ -264,7 +269,7 @@ def _other_windows(reading: DrafterHypothesis) -> list[tuple[HypothesisChange, D
 def _tokens(look: ProbeBatch) -> list[FoundDeviation]:
     """Which tokens' embeddings move a block: its own anchor's, and no other."""
     vocabulary, mask = look.subject.adapter.vocabulary, look.subject.recipe.block.mask_token_id
-    made, faults = exchange(look, vocabulary, mask), list[FoundDeviation]()
+    made, faults = exchange_anchor_tokens(look, vocabulary, mask), list[FoundDeviation]()
     if bool(made.still[:, 0].any()):  # then what fills slot 0 is some other token
         still = int(made.still[:, 0].sum())
         words = f"slot 0 of {still} of {len(made.still)} blocks does not move when its anchor's token is exchanged"
@@ -298,7 +303,7 @@ def _mask_row(look: ProbeBatch, declared: int, text: bool) -> tuple[list[FoundDe
     if table is None or declared >= len(table):
         return [], declared
     # The declared row alone, then all rows that may not move a slot, then by halving which of them do.
-    with other_rows(table, torch.tensor([declared])):
+    with override_rows(table, torch.tensor([declared])):
         own = float(look.changed_blocks()[:, 1:].max())
     ids = torch.arange(len(table))
     known = torch.cat(
@@ -306,11 +311,11 @@ def _mask_row(look: ProbeBatch, declared: int, text: bool) -> tuple[list[FoundDe
     )
     rest = ids[~torch.isin(ids, known)]
     if own > 0:
-        with other_rows(table, rest):
+        with override_rows(table, rest):
             more = float(look.changed_blocks().max())
         if more == 0:
             return [], declared
-    rows = filling_rows(lambda: bool((look.changed_blocks()[:, 1:] > 0).any()), table, rest).tolist()
+    rows = find_filling_rows(lambda: bool((look.changed_blocks()[:, 1:] > 0).any()), table, rest).tolist()
     if not rows:  # rows that are not the step's own, or slots that no row fills
         return [], declared
     words = f"rows {rows[:4]} of the embedding move the slots, token {declared} {'too' if own > 0 else 'does not'}"

@@ -38,14 +38,14 @@ from parity.probes.instruments.drafter.hypotheses import VisibleStep
 from parity.probes.instruments.drafter.inference import (
     ALL,
     DraftLogits,
+    compute_draft_logits,
+    estimate_logit_limit,
     explain_gap,
-    factor_between,
-    from_position,
+    find_common_factor,
+    find_last_agreement,
     is_declared_gap,
-    limit_of,
-    logits_of,
 )
-from parity.probes.instruments.drafter.receptive_field import ProbeBatch, filling_rows
+from parity.probes.instruments.drafter.receptive_field import ProbeBatch, find_filling_rows
 from parity.probes.instruments.drafter.reference import DrafterHypothesis, override_parameters
 from parity.probes.subject import (
     AdapterError,
@@ -134,7 +134,9 @@ def _inference(look: ProbeBatch) -> Tensor:
 
 def _plain(look: ProbeBatch) -> DraftLogits:
     """Both ways, with the parameters as they are."""
-    return DraftLogits(look=look, trained=logits_of(look, look.step_output.hidden), drafted=_inference(look))
+    return DraftLogits(
+        look=look, trained=compute_draft_logits(look, look.step_output.hidden), drafted=_inference(look)
+    )
 
 
 def _drafts(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[str, Value]]:
@@ -142,7 +144,7 @@ def _drafts(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[s
     looks = _looks(subject)
     reading = DrafterHypothesis.from_recipe(subject.recipe, subject.adapter.configured)
     lens = VisibleStep.of(looks, reading, ALL)
-    limit = limit_of(looks[0], lens)
+    limit = estimate_logit_limit(looks[0], lens)
     # With attention scaled up, where the parameters that are exposed are those that inference uses too.
     plain, compared, values, note = [_plain(looks[0])], list[DraftLogits](), dict[str, Tensor](), ""
     if not isinstance(lens, str) and lens.live:
@@ -153,7 +155,7 @@ def _drafts(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[s
             values, note = {}, ", whose weights are a copy of the step's"
         else:
             compared = [
-                DraftLogits(look=look, trained=logits_of(look, hidden), drafted=made)
+                DraftLogits(look=look, trained=compute_draft_logits(look, hidden), drafted=made)
                 for look, hidden, made in zip(looks, lens.whole.found, drafted, strict=True)
             ]
     # Else every row with the parameters as they are.
@@ -206,14 +208,14 @@ def _name_hypothesis(
         return FoundDeviation(name, f"{words}{'; ' if words else ''}{numbers}", evidence)
 
     # From the narrowest name to the widest: a factor, a hypothesis, a position from which on it is off.
-    factor = factor_between(compared, limit)
+    factor = find_common_factor(compared, limit)
     if factor is not None:
         return fault("decode-head", f"the logits are {factor:.4g} times the step's")
     if not isinstance(lens, str):
         found = explain_gap(compared, lens, values, limit, lambda: _mask_row(compared[-1], lens.table))
         if found is not None:
             return fault("decode-training" if found.training else NAMES[found.kind], found.words)
-    late = from_position(compared, limit)
+    late = find_last_agreement(compared, limit)
     if late is not None:
         return fault("decode-long", f"up to position {late[0]} they agree, from {late[1]} on they do not")
     return fault("decode-not-recognised", "" if not isinstance(lens, str) else lens)
@@ -226,7 +228,7 @@ def _mask_row(each: DraftLogits, table: Tensor) -> int | None:
     before = _inference(one)
     ids = torch.arange(len(table))
     rest = ids[~torch.isin(ids, look.batch.tokens[one.anchors])]
-    rows = filling_rows(lambda: not torch.equal(_inference(one), before), table, rest)
+    rows = find_filling_rows(lambda: not torch.equal(_inference(one), before), table, rest)
     return int(rows[0]) if len(rows) == 1 else None
 
 

@@ -34,19 +34,19 @@ from parity.probes.instruments.drafter.checkpoint_readers import (
     ReaderRefusal,
     ReaderUnavailable,
     import_checkpoint,
-    peers_of,
-    quiet,
+    list_peer_readers,
+    silence_transformers,
 )
-from parity.probes.instruments.drafter.hypotheses import VisibleStep, hypothesis_table
+from parity.probes.instruments.drafter.hypotheses import VisibleStep, find_embedding
 from parity.probes.instruments.drafter.inference import (
     ALL,
     LEAST_GAP,
     DraftLogits,
+    compute_draft_logits,
+    estimate_logit_limit,
     explain_gap,
-    factor_between,
+    find_common_factor,
     is_declared_gap,
-    limit_of,
-    logits_of,
 )
 from parity.probes.instruments.drafter.receptive_field import ProbeBatch
 from parity.probes.instruments.drafter.reference import DrafterHypothesis, override_parameters
@@ -103,10 +103,12 @@ class ExportProbe:
             if values and not written.holds(values):
                 values = {}
                 written = ExportedCheckpoint(subject, look, reading, Path(place) / "plain")
-            trained = logits_of(look, look.step_output.hidden if not values else lens.whole.found[0])  # type: ignore[union-attr]
+            trained = compute_draft_logits(
+                look, look.step_output.hidden if not values else lens.whole.found[0]
+            )  # type: ignore[union-attr]
             said, compared, notes = written.read(trained)
         # What the file declares comes first: a reader that differs for that reason is not named again.
-        limit = max(limit_of(look, lens), ROUNDED if written.narrower else 0.0)
+        limit = max(estimate_logit_limit(look, lens), ROUNDED if written.narrower else 0.0)
         faults = [*written.refused, *_check_statement(written, reading, subject), *_weights(written)]
         if not faults:
             off = [
@@ -149,7 +151,12 @@ class ExportedCheckpoint:
         self, subject: ExaminedAdapter, look: ProbeBatch, reading: DrafterHypothesis, folder: Path
     ) -> None:
         self.subject, self.look, self.folder = subject, look, folder
-        with subject.guard_adapter_call("export"), torch.random.fork_rng(), torch.no_grad(), quiet():
+        with (
+            subject.guard_adapter_call("export"),
+            torch.random.fork_rng(),
+            torch.no_grad(),
+            silence_transformers(),
+        ):
             self.layout = subject.adapter.export(folder)
         if self.layout not in ("zlab", "speculators"):
             raise AdapterError("export", "a layout: zlab or speculators", repr(self.layout))
@@ -213,8 +220,11 @@ class ExportedCheckpoint:
             Readers that computed, their logits by name, notes on those that are not available. A refusal is added to
             `refused`.
         """
-        readers = [*([OwnReader(self.imported)] if self.imported is not None else []), *peers_of(self.layout)]
-        table, fc_input = hypothesis_table(self.subject), self.look.step_output.fc_input.detach()
+        readers = [
+            *([OwnReader(self.imported)] if self.imported is not None else []),
+            *list_peer_readers(self.layout),
+        ]
+        table, fc_input = find_embedding(self.subject), self.look.step_output.fc_input.detach()
         head = self.look.step_output.head.detach().double()
         said: list[str] = []
         compared: dict[str, DraftLogits] = {}
@@ -301,7 +311,7 @@ def _copies(written: ExportedCheckpoint) -> list[FoundDeviation]:
     assert written.imported is not None
     wanted = {
         "lm_head.weight": written.look.step_output.head.detach(),
-        "embed_tokens.weight": hypothesis_table(written.subject),
+        "embed_tokens.weight": find_embedding(written.subject),
     }
     for name, tensor in written.imported.shared.items():
         own = wanted.get(name)
@@ -336,7 +346,7 @@ def _name_difference(
     apart = float(each.draft_distance.max())
     numbers = f"{reader}'s logits are up to {apart:.3g} of their deviation apart (limit {limit:.2g})"
     evidence: dict[str, Value] = {"apart": apart, "limit": limit, "reader": reader}
-    factor = factor_between([each], limit)
+    factor = find_common_factor([each], limit)
     if factor is not None:
         words = f"they are {factor:.4g} times the step's; {numbers}"
         return FoundDeviation("export-not-recognised", words, evidence)

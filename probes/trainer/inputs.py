@@ -28,7 +28,7 @@ from parity.probes.adapters.base import AdapterStep, NotExposed, TargetReference
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch
 from parity.probes.instruments.loss.head_gradient import HeadGradients
-from parity.probes.instruments.loss.labels import ENOUGH, LabelEstimate, is_same_label, label_step_of
+from parity.probes.instruments.loss.labels import ENOUGH, LabelEstimate, is_same_label, take_label_step
 from parity.probes.subject import ExaminedAdapter, FoundDeviation, list_fc_taps, make_probe_answer
 from parity.reports.record import Chart, Column, Table, Value
 
@@ -90,7 +90,7 @@ class InputsProbe:
 
 def _influences(subject: ExaminedAdapter) -> tuple[list[SliceInfluence], str, int]:
     """One for each captured slice, in words what could not be examined, and how many features enter fc."""
-    step = label_step_of(subject)
+    step = take_label_step(subject)
     crafted, shown, before = step.crafted, step.shown, step.reading
     gradients, same = _gradients(shown, step.states, subject.adapter.width)
     readable = before is not None and float(before.has_label.double().mean()) >= ENOUGH

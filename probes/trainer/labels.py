@@ -30,7 +30,7 @@ from parity.model.dflash.mask import PADDING
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch
 from parity.probes.instruments.loss.head_gradient import HeadGradients
-from parity.probes.instruments.loss.labels import ENOUGH, LabelEstimate, label_step_of
+from parity.probes.instruments.loss.labels import ENOUGH, LabelEstimate, take_label_step
 from parity.probes.subject import ExaminedAdapter, FoundDeviation, SyntheticDocument, make_probe_answer
 from parity.reports.record import Column, Table, Value
 
@@ -45,7 +45,7 @@ class LabelsProbe:
 
     def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a deviation, with the table of slots."""
-        step = label_step_of(subject)
+        step = take_label_step(subject)
         crafted, at, reading = step.crafted, step.at, step.reading
         if reading is None:
             words = f"0 of {at.shape[0] * at.shape[1]} slots have a gradient"

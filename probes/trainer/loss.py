@@ -31,7 +31,12 @@ from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch, design_batch
 from parity.probes.instruments.loss.head_gradient import HeadGradients
 from parity.probes.instruments.loss.mixture import MixtureFit
-from parity.probes.instruments.loss.other_heads import HeadPair, TrainedHead, other_heads, trained_head
+from parity.probes.instruments.loss.other_heads import (
+    HeadPair,
+    TrainedHead,
+    find_trained_head,
+    list_head_pairs,
+)
 from parity.probes.instruments.loss.slot_weights import WeightedSlots, WeightLaw
 from parity.probes.instruments.loss.solve import (
     CERTAIN,
@@ -39,23 +44,23 @@ from parity.probes.instruments.loss.solve import (
     SLICE,
     MixtureEstimate,
     WeightLaws,
+    choose_mixture_with_law,
     estimate_mixture,
     find_weight_law,
-    is_explained,
-    soft,
-    term_of,
+    has_soft_terms,
+    name_term,
 )
 from parity.probes.instruments.loss.words import (
-    declared_law,
-    facts,
-    law_words,
-    mixture_words,
-    origin,
-    profile,
-    reduction_words,
-    sentence,
-    slot_table,
-    term_table,
+    average_by_slot,
+    describe_declared_law,
+    describe_law,
+    describe_loss,
+    describe_mixture,
+    describe_reduction,
+    describe_source,
+    list_loss_facts,
+    make_slot_table,
+    make_term_table,
 )
 from parity.probes.subject import ExaminedAdapter, FoundDeviation, make_probe_answer
 from parity.reports.record import Value
@@ -76,24 +81,24 @@ class LossProbe:
             )
         at, reading = _read(subject, crafted, at)
         # Where that head explains nothing, or only the step's own teacher does, another head may make the logits.
-        trains, other = trained_head(subject, at.shown), None
-        if not reading.fit.choose_mixture_with_law or (crafted.slice and reading.teacher_from != SLICE):
-            for heads in other_heads(subject, crafted.batch, at.shown):
+        trains, other = find_trained_head(subject, at.shown), None
+        if not reading.fit.is_explained or (crafted.slice and reading.teacher_from != SLICE):
+            for heads in list_head_pairs(subject, crafted.batch, at.shown):
                 again, beside = _at_head(subject, heads)
                 beside, tried = _read(subject, again, beside)
-                if tried.fit.choose_mixture_with_law and (again.slice is None or tried.teacher_from == SLICE):
+                if tried.fit.is_explained and (again.slice is None or tried.teacher_from == SLICE):
                     crafted, at, reading, other = again, beside, tried, heads
                     break
         own = _head_faults(trains, other)
-        if not reading.fit.choose_mixture_with_law:
+        if not reading.fit.is_explained:
             return _not_recognised(self.name, reading, len(at), own)
         # Weights, denominator, and the recipe beside them.
-        reading, law, slots = is_explained(subject, crafted, at, reading)
+        reading, law, slots = choose_mixture_with_law(subject, crafted, at, reading)
         found = find_weight_law(subject, crafted, at, reading, law)
         faults = [*own, *_deviations(subject, reading, law, found, slots)]
         wanted = subject.recipe.loss.reduction
-        words = sentence(reading, law, found, slots, wanted)
-        made = facts(reading, law, found, wanted)
+        words = describe_loss(reading, law, found, slots, wanted)
+        made = list_loss_facts(reading, law, found, wanted)
         if trains or other:
             words += f"; {_head_words(trains, other)}"
             made["loss.head"] = "trains" if trains else "its own"
@@ -102,7 +107,7 @@ class LossProbe:
             words,
             faults,
             facts=made,
-            tables=[term_table(reading, found), slot_table(at, reading, law, slots)],
+            tables=[make_term_table(reading, found), make_slot_table(at, reading, law, slots)],
         )
 
 
@@ -175,10 +180,10 @@ def _term_faults(
     wanted = "data" if recipe.labels == "data" else "teacher"
     ambiguous = any(_names(other) == set(declared) for other in reading.fit.alike)
     shares = {name: found.terms.get(name, 0.0) for name in {**declared, **found.terms}}
-    errors = {term_of(name): each for name, each in reading.fit.errors.items()}
+    errors = {name_term(name): each for name, each in reading.fit.errors.items()}
     heat, declared_heat = reading.heat, recipe.loss.temperature
     # A temperature shows in soft terms, and in a cross-entropy that was heated too.
-    visible = soft(reading) or any("@" in name for name in reading.fit.shares)
+    visible = has_soft_terms(reading) or any("@" in name for name in reading.fit.shares)
     if visible and abs(heat - declared_heat) > SAME * declared_heat + CERTAIN * reading.heat_error:
         words = f"{heat:.4g} (standard error {reading.heat_error:.1g}), declared {declared_heat:g}"
         faults.append(FoundDeviation("loss-temperature", words, {"temperature": heat}))
@@ -191,12 +196,12 @@ def _term_faults(
     }
     if off and not ambiguous and not found.squared:
         name = "loss-smoothing" if set(off) - set(declared) == {"smoothing"} else "loss-terms"
-        words = f"{mixture_words(found.terms)}, declared {mixture_words(declared)}"
+        words = f"{describe_mixture(found.terms)}, declared {describe_mixture(declared)}"
         evidence = {f"share of {each}": shares[each] for each in off}
         faults.append(FoundDeviation(name, words, evidence))
     # The hard label's source, whatever its share.
     if "ce" in declared and hard and hard != {wanted}:
-        words = f"cross-entropy on {' and '.join(sorted(origin(each) for each in hard))}, declared {origin(wanted)}"
+        words = f"cross-entropy on {' and '.join(sorted(describe_source(each) for each in hard))}, declared {describe_source(wanted)}"
         numbers = {f"share on {name}": value for name, value in reading.fit.shares.items()}
         faults.append(FoundDeviation("loss-label-source", words, numbers))
     return faults
@@ -207,7 +212,7 @@ def _square_faults(found: WeightLaws) -> list[FoundDeviation]:
     if not found.squared:
         return []
     square = next(iter(found.squared.values()))
-    parts = " and ".join(mixture_words({name: 1.0}).removeprefix("100 % ") for name in found.squared)
+    parts = " and ".join(describe_mixture({name: 1.0}).removeprefix("100 % ") for name in found.squared)
     words = f"{parts} {'is' if len(found.squared) == 1 else 'are'} T^2 = {square:.4g} times what is declared"
     evidence = {"temperature squared": square, **{f"share of {k}": v for k, v in found.terms.items()}}
     return [FoundDeviation("loss-temperature-squared", words, evidence)]
@@ -215,7 +220,7 @@ def _square_faults(found: WeightLaws) -> list[FoundDeviation]:
 
 def _names(fit: MixtureFit) -> set[str]:
     """Its terms by the recipe's names."""
-    return {term_of(name) for name in fit.shares}
+    return {name_term(name) for name in fit.shares}
 
 
 def _weight_faults(subject: ExaminedAdapter, law: WeightLaw, slots: WeightedSlots) -> list[FoundDeviation]:
@@ -224,8 +229,8 @@ def _weight_faults(subject: ExaminedAdapter, law: WeightLaw, slots: WeightedSlot
     if not several or law.kind == "per-block":
         return []
     name, value = ("gamma", weights.gamma) if weights.kind == "exp" else ("alpha", weights.alpha)
-    numbers = {f"slot {k}": each for k, each in profile(slots).items()}
-    kind_words = f"{law_words(law, slots)}, declared {declared_law(subject)}"
+    numbers = {f"slot {k}": each for k, each in average_by_slot(slots).items()}
+    kind_words = f"{describe_law(law, slots)}, declared {describe_declared_law(subject)}"
     if law.kind == "streak":
         return [FoundDeviation("loss-streak", kind_words, numbers)]
     if law.kind == "dpace-attached":
@@ -253,12 +258,12 @@ def _reduction_faults(subject: ExaminedAdapter, law: WeightLaw, found: WeightLaw
     """A denominator that is not the declared one, or one for each block."""
     wanted = subject.recipe.loss.reduction
     if law.kind == "per-block":
-        words = f"{law.note}, declared {reduction_words(wanted)}"
+        words = f"{law.note}, declared {describe_reduction(wanted)}"
         return [FoundDeviation("loss-reduction", f"{words} (misfit {law.misfit:.2g} of its tolerance)")]
     if not law.fits or wanted in found.reductions:
         return []
-    what = " or ".join(map(reduction_words, found.reductions)) or "not recognised"
-    words = f"the sum is divided by {found.denominator:.5g} ({what}), declared {reduction_words(wanted)}"
+    what = " or ".join(map(describe_reduction, found.reductions)) or "not recognised"
+    words = f"the sum is divided by {found.denominator:.5g} ({what}), declared {describe_reduction(wanted)}"
     return [FoundDeviation("loss-reduction", words, {"denominator": found.denominator})]
 
 

@@ -33,11 +33,11 @@ from parity.probes.adapters.base import AdapterStep
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.noise.behind_fc import (
     DownstreamNoise,
-    apart,
     measure_downstream_noise,
-    rounding,
+    measure_draft_change,
+    measure_input_rounding,
 )
-from parity.probes.instruments.noise.draws import SharedDraw, find_shared_draws, mean_of
+from parity.probes.instruments.noise.draws import SharedDraw, find_shared_draws, measure_noise_mean
 from parity.probes.subject import (
     AdapterError,
     ExaminedAdapter,
@@ -172,8 +172,8 @@ def _evaluation_changes(steps: SeededSteps) -> tuple[float, float]:
     """In evaluation: the largest change of fc's input, and what the drafts move by where that is none."""
     real = steps.real
     still = max(float((out.fc_input.double() - steps.clean)[real].abs().max()) for out in steps.evaluation)
-    drifts = 0.0 if still else apart(*steps.evaluation)
-    return still, drifts if drifts > REPEATS * apart(steps.runs[0], steps.again) else 0.0
+    drifts = 0.0 if still else measure_draft_change(*steps.evaluation)
+    return still, drifts if drifts > REPEATS * measure_draft_change(steps.runs[0], steps.again) else 0.0
 
 
 def _evaluation_faults(still: float, drifts: float) -> list[FoundDeviation]:
@@ -191,7 +191,7 @@ def _shared_faults(kind: str, drawn: Tensor, alike: list[SharedDraw]) -> list[Fo
     """Noise that is declared, and is not a draw around 0 for every place."""
     if kind == "none" or not drawn.any():
         return []
-    mean, limit = mean_of(drawn)
+    mean, limit = measure_noise_mean(drawn)
     largest = max((abs(each.correlation) for each in alike), default=0.0)
     if abs(mean) > limit and mean**2 > largest / 2:  # a mean is what all places have in common
         words = f"a mean of {mean:.3f} of its size (limit {limit:.2g}), declared noise has none"
@@ -204,16 +204,18 @@ def _shared_faults(kind: str, drawn: Tensor, alike: list[SharedDraw]) -> list[Fo
 
 def _behind(steps: SeededSteps) -> DownstreamNoise | None:
     """What moves the drafts behind fc's input; None where nothing does and nothing could hide it."""
-    runs, repeated = steps.runs, apart(steps.runs[0], steps.again)
+    runs, repeated = steps.runs, measure_draft_change(steps.runs[0], steps.again)
 
     def step(states: Tensor, seed: int, training: bool = True) -> AdapterStep:
         with torch.no_grad():
             return steps.step(seed, training, states)
 
-    whole = max(apart(runs[0], run) for run in runs[1:])
+    whole = max(measure_draft_change(runs[0], run) for run in runs[1:])
     if repeated:  # a generator of its own, or a device that adds up in another order each time
         off = step(steps.states, SEEDS[0], False)
-        by_order, _ = rounding(lambda near: step(near, SEEDS[0], False), steps.states, off, steps.real)
+        by_order, _ = measure_input_rounding(
+            lambda near: step(near, SEEDS[0], False), steps.states, off, steps.real
+        )
         by_order = REPEATS * min(by_order, ROUGHEST)
         if repeated > by_order:
             return DownstreamNoise(moved=repeated, limit=by_order, whole=whole)

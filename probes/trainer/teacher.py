@@ -37,9 +37,9 @@ from parity.probes.instruments.loss.head_gradient import (
     FINAL_STATES,
     HeadGradients,
     TeacherSlice,
-    draft_ids,
-    teacher_slice,
-    wide,
+    find_draft_ids,
+    find_teacher_slice,
+    widen_head,
 )
 from parity.probes.instruments.loss.labels import estimate_labels
 from parity.probes.subject import ExaminedAdapter, FoundDeviation, make_probe_answer, one
@@ -99,7 +99,7 @@ class TeacherSetup:
     @cached_property
     def head(self) -> Tensor:
         """[V, D] the target's rows."""
-        head = wide(self.reference.head)
+        head = widen_head(self.reference.head)
         return head if torch.equal(self.rows, torch.arange(len(head))) else head[self.rows]
 
     def fits(self, distance: LogitDistance) -> bool:
@@ -121,7 +121,7 @@ class TeacherProbe:
             then = "nothing: there is no teacher to hold against the target"
             return one(self.name, "skipped", words, next_step=then)
         reference = subject.target_reference
-        where, why_not = teacher_slice(subject, subject.batch)
+        where, why_not = find_teacher_slice(subject, subject.batch)
         if where is None:
             raise NotExposed(f"capture (a teacher slice: {why_not})")
         shown, states = _step(subject, reference)
@@ -184,7 +184,7 @@ def _setting(
         The setup, or the fault that makes it impossible: a head with rows that are not the target's.
     """
     # Which of the target's rows the draft's vocabulary has.
-    ids = draft_ids(subject, shown, subject.batch)
+    ids = find_draft_ids(subject, shown, subject.batch)
     if ids is None:
         words = f"{len(shown.head)} rows of the draft's head, of which not every one is a row of the target's"
         return FoundDeviation("teacher-head", words, {"rows": len(shown.head)})
@@ -286,7 +286,7 @@ def _labels(
         anchors=shown.anchors.cpu(),
         slice=setting.slice,
         why_not="",
-        ids=draft_ids(subject, shown, subject.batch),
+        ids=find_draft_ids(subject, shown, subject.batch),
         head=shown.head.detach().cpu(),
     )
     reading = estimate_labels(subject, crafted, at)

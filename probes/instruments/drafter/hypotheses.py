@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from parity.probes.adapters.base import NotExposed
-from parity.probes.instruments.drafter.receptive_field import ProbeBatch, products_in
+from parity.probes.instruments.drafter.receptive_field import ProbeBatch, detect_product_dtype
 from parity.probes.instruments.drafter.reference import (
     DrafterHypothesis,
     DrafterWeights,
     LayerView,
     compute_hidden_states,
-    distance,
-    limit,
+    estimate_hidden_limit,
+    measure_hidden_distance,
     override_parameters,
 )
 from parity.probes.subject import ExaminedAdapter
@@ -84,7 +84,7 @@ class ComputedBlocks:
     """Which of the look's anchors, [n]."""
 
 
-def globals_of(reading: DrafterHypothesis) -> Iterator[tuple[HypothesisChange, DrafterHypothesis]]:
+def list_global_changes(reading: DrafterHypothesis) -> Iterator[tuple[HypothesisChange, DrafterHypothesis]]:
     """Readings that differ in one thing that all layers share."""
     block = (-1, 1)
     for shift in block:
@@ -155,7 +155,7 @@ class VisibleStep:
         self.parameters = looks[0].subject.parameters
         self.cases = [ComputedBlocks(look=look, rows=_spread(len(look.anchors), blocks)) for look in looks]
         self.plain = [look.step_output for look in looks]  # made now, before any parameter is scaled
-        self.precision = products_in(looks[0], self.parameters)
+        self.precision = detect_product_dtype(looks[0], self.parameters)
         self.whole = self._scale_hidden(None)
         self.live = any(
             not torch.equal(found, case.look.step_output.hidden.detach()[case.rows])
@@ -180,7 +180,7 @@ class VisibleStep:
         if looks[0].step_output.fc_input.shape[1] != weights.values["fc.weight"].shape[1]:
             return "fc's input is not as wide as fc's weight: not compared with a reference"
         try:
-            table = hypothesis_table(subject)
+            table = find_embedding(subject)
         except NotExposed:
             return (
                 "neither embed_tokens.weight nor a reference: the layers were not compared with a reference"
@@ -234,7 +234,7 @@ class VisibleStep:
         """Largest distance over the cases."""
         pairs = zip(self.cases, taken.found, strict=True)
         return max(
-            distance(each, self._hidden_under(case, reading, taken.values, dtype=dtype))
+            measure_hidden_distance(each, self._hidden_under(case, reading, taken.values, dtype=dtype))
             for case, each in pairs
         )
 
@@ -243,7 +243,9 @@ class VisibleStep:
         case = self.cases[0]
         row = replace(case.look.row, anchors=case.look.anchors[case.rows])
         weights = replace(self.weights, values={**self.weights.values, **self.whole.values})
-        return limit(weights, self.declared, row, case.look.step_output.fc_input, self.table, self.precision)
+        return estimate_hidden_limit(
+            weights, self.declared, row, case.look.step_output.fc_input, self.table, self.precision
+        )
 
     # --- search ---------------------------------------------------------------------------------------
 
@@ -276,7 +278,7 @@ class VisibleStep:
             (words, self._hidden_under(case, other, self.whole.values, dtype=single))
             for words, other in others
         )
-        return tuple(words for words, each in made if distance(each, wanted) <= limit)
+        return tuple(words for words, each in made if measure_hidden_distance(each, wanted) <= limit)
 
     def windows(self) -> tuple[LayerView, ...]:
         """Each layer's window as its slots show it, the direction as declared."""
@@ -295,12 +297,12 @@ class VisibleStep:
         best: tuple[float, tuple[HypothesisChange, ...]] = (math.inf, ())
         tried: list[tuple[HypothesisChange | None, DrafterHypothesis]] = [
             (None, measured),
-            *globals_of(measured),
+            *list_global_changes(measured),
         ]
         for change, reading in tried:
             reading = self._fit_directions(reading)
             apart = self.apart(self.whole, reading, torch.float32 if base.limit > 1e-5 else torch.float64)
-            differences = (*([change] if change else []), *layer_differences(self.declared, reading))
+            differences = (*([change] if change else []), *list_layer_changes(self.declared, reading))
             if apart <= base.limit:
                 return replace(base, reading=reading, differences=differences)
             if apart < best[0]:
@@ -347,7 +349,7 @@ def _spread(count: int, most: int) -> Tensor:
     return chosen
 
 
-def hypothesis_table(subject: ExaminedAdapter) -> Tensor:
+def find_embedding(subject: ExaminedAdapter) -> Tensor:
     """[V, D] the embedding rows: the trainer's own, else the target's. Raises Missing."""
     if "embed_tokens.weight" in subject.parameters:
         return subject.parameters["embed_tokens.weight"]
@@ -379,7 +381,7 @@ def _hides(view: LayerView, stands: int, block: int) -> bool:
     return view.window is not None and view.window >= stands + block
 
 
-def layer_differences(declared: DrafterHypothesis, found: DrafterHypothesis) -> list[HypothesisChange]:
+def list_layer_changes(declared: DrafterHypothesis, found: DrafterHypothesis) -> list[HypothesisChange]:
     """What layers do otherwise than declared, layers that do the same told together."""
     told: dict[tuple[str, str], list[int]] = {}
     for layer, (a, b) in enumerate(zip(declared.layers, found.layers, strict=True)):
@@ -387,7 +389,7 @@ def layer_differences(declared: DrafterHypothesis, found: DrafterHypothesis) -> 
             key = ("within-block", f"{'causal' if b.causal else 'bidirectional'} within the block")
             told.setdefault(key, []).append(layer)
         if (a.window, a.window_from if a.window else "") != (b.window, b.window_from if b.window else ""):
-            told.setdefault(window_words(a, b), []).append(layer)
+            told.setdefault(describe_window(a, b), []).append(layer)
     return [
         HypothesisChange(
             name=name, words=f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}: {words}"
@@ -396,7 +398,7 @@ def layer_differences(declared: DrafterHypothesis, found: DrafterHypothesis) -> 
     ]
 
 
-def window_words(declared: LayerView, found: LayerView) -> tuple[str, str]:
+def describe_window(declared: LayerView, found: LayerView) -> tuple[str, str]:
     """(name, words) of a window that is another than declared."""
     asked = (
         "all of the context"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parity.probes.adapters.base import NotExposed
-from parity.probes.instruments.drafter.hypotheses import VisibleStep, globals_of
+from parity.probes.instruments.drafter.hypotheses import VisibleStep, list_global_changes
 from parity.probes.instruments.drafter.receptive_field import ProbeBatch
 from parity.probes.instruments.drafter.reference import DrafterHypothesis
 from parity.probes.subject import ExaminedAdapter
@@ -64,10 +64,10 @@ class DraftLogits:
     @property
     def draft_distance(self) -> Tensor:
         """[A] the largest distance of a slot."""
-        return distances(self.drafted, self.trained)
+        return measure_logit_distance(self.drafted, self.trained)
 
 
-def distances(found: Tensor, wanted: Tensor) -> Tensor:
+def measure_logit_distance(found: Tensor, wanted: Tensor) -> Tensor:
     """[A] over slots the largest |found - wanted| / |wanted - its mean|; inf where not finite."""
     found, wanted = found.double(), wanted.double()
     spread = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1)
@@ -75,16 +75,18 @@ def distances(found: Tensor, wanted: Tensor) -> Tensor:
     return apart.nan_to_num(nan=math.inf).amax(-1)
 
 
-def factor_between(compared: Sequence[DraftLogits], limit: float) -> float | None:
+def find_common_factor(compared: Sequence[DraftLogits], limit: float) -> float | None:
     """One number that all logits are multiplied by."""
     found = torch.cat([each.drafted.double().flatten() for each in compared])
     wanted = torch.cat([each.trained.flatten() for each in compared])
     factor = float(found @ wanted / (wanted @ wanted))
-    fits = all(float(distances(each.drafted, each.trained * factor).max()) <= limit for each in compared)
+    fits = all(
+        float(measure_logit_distance(each.drafted, each.trained * factor).max()) <= limit for each in compared
+    )
     return factor if fits else None
 
 
-def from_position(compared: Sequence[DraftLogits], limit: float) -> tuple[int, int] | None:
+def find_last_agreement(compared: Sequence[DraftLogits], limit: float) -> tuple[int, int] | None:
     """(last position where both agree, first where they do not), where one number divides the two."""
     position = torch.cat([each.look.batch.position[each.look.anchors] for each in compared])
     right = torch.cat([each.draft_distance for each in compared]) <= limit
@@ -115,7 +117,7 @@ def explain_gap(
         for each in compared:
             rows = each.look.step_output.head.detach() if head is None else head
             made = lens.compute_hidden(each.look, reading, values, table)[:, 1:] @ rows.to(torch.float32).T
-            if not float(distances(each.drafted, made).max()) <= cap:
+            if not float(measure_logit_distance(each.drafted, made).max()) <= cap:
                 return False
         return True
 
@@ -144,7 +146,7 @@ def _readings(
     base: DrafterHypothesis, subject: ExaminedAdapter
 ) -> Iterator[tuple[str, str, DrafterHypothesis]]:
     """(name, words, reading): what inference may do otherwise than training."""
-    for difference, reading in globals_of(base):
+    for difference, reading in list_global_changes(base):
         yield GAP_KINDS[difference.name], difference.words, reading
     lower = replace(base, shift=-1, until=-1)
     yield "positions", "the block stands one position too low, and its context ends one early", lower
@@ -214,7 +216,7 @@ def _tables(table: Tensor, head: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield f"the embedding's rows are {step} off", table.roll(step, 0)
 
 
-def precision_of(look: ProbeBatch, lens: VisibleStep | str) -> torch.dtype:
+def find_precision(look: ProbeBatch, lens: VisibleStep | str) -> torch.dtype:
     """The coarsest of the step's products and its head."""
     held = look.step_output.head.dtype
     coarse = torch.bfloat16 if held in (torch.bfloat16, torch.float16) else held
@@ -222,9 +224,9 @@ def precision_of(look: ProbeBatch, lens: VisibleStep | str) -> torch.dtype:
     return max((coarse, products), key=list(LEAST_GAP).index)
 
 
-def limit_of(look: ProbeBatch, lens: VisibleStep | str) -> float:
+def estimate_logit_limit(look: ProbeBatch, lens: VisibleStep | str) -> float:
     """Distance up to which rounding may be the reason."""
-    least = LEAST_GAP[precision_of(look, lens)]
+    least = LEAST_GAP[find_precision(look, lens)]
     return least if isinstance(lens, str) else max(least, lens.limit())
 
 
@@ -232,7 +234,7 @@ ALL = 10**6
 """Blocks of a look that a lens computes twice where every one is to be compared."""
 
 
-def logits_of(look: ProbeBatch, hidden: Tensor) -> Tensor:
+def compute_draft_logits(look: ProbeBatch, hidden: Tensor) -> Tensor:
     """[A, B - 1, V] of hidden states [A, B, D] that enter the step's head, in float64."""
     return hidden.detach()[:, 1:].double() @ look.step_output.head.detach().double().T
 

@@ -94,20 +94,20 @@ class ProbeBatch:
 
     def moved_by(self, tokens: Tensor) -> Tensor:
         """[A, B] largest change of each slot's hidden state when the row's tokens are these."""
-        return change(self.step_output.hidden, self.step(with_tokens(self.batch, tokens)).hidden)
+        return measure_change(self.step_output.hidden, self.step(replace_tokens(self.batch, tokens)).hidden)
 
     def changed_blocks(self) -> Tensor:
         """[A, B] the same after something else was changed."""
-        return change(self.step_output.hidden, self.step().hidden)
+        return measure_change(self.step_output.hidden, self.step().hidden)
 
 
-def change(before: Tensor, after: Tensor) -> Tensor:
+def measure_change(before: Tensor, after: Tensor) -> Tensor:
     """[A, B] largest difference of two hidden states [A, B, D]; inf where one is not finite."""
     apart = (after.detach().double() - before.detach().double()).abs().amax(-1)
     return apart.nan_to_num(nan=torch.inf)
 
 
-def with_tokens(batch: Batch, tokens: Tensor) -> Batch:
+def replace_tokens(batch: Batch, tokens: Tensor) -> Batch:
     """The row with other tokens."""
     return replace(batch, tokens=tokens)
 
@@ -121,7 +121,7 @@ def exchange_tokens(batch: Batch, where: Tensor, vocabulary: int, avoid: int) ->
 
 
 @contextmanager
-def other_rows(table: Tensor, rows: Tensor) -> Iterator[None]:
+def override_rows(table: Tensor, rows: Tensor) -> Iterator[None]:
     """Give some rows [n] of an embedding [V, D] other values for a while."""
     kept = table.data[rows].clone()
     try:
@@ -131,20 +131,20 @@ def other_rows(table: Tensor, rows: Tensor) -> Iterator[None]:
         table.data[rows] = kept
 
 
-def filling_rows(moves: Callable[[], bool], table: Tensor, suspects: Tensor) -> Tensor:
+def find_filling_rows(moves: Callable[[], bool], table: Tensor, suspects: Tensor) -> Tensor:
     """Which embedding rows of `suspects` [n] make `moves` true when they are changed, by halving: ids, rising."""
     if not len(suspects):
         return suspects
-    with other_rows(table, suspects):
+    with override_rows(table, suspects):
         if not moves():
             return suspects[:0]
     if len(suspects) == 1:
         return suspects
     half = len(suspects) // 2
-    return torch.cat([filling_rows(moves, table, part) for part in (suspects[:half], suspects[half:])])
+    return torch.cat([find_filling_rows(moves, table, part) for part in (suspects[:half], suspects[half:])])
 
 
-def products_in(look: ProbeBatch, parameters: Mapping[str, Tensor]) -> torch.dtype:
+def detect_product_dtype(look: ProbeBatch, parameters: Mapping[str, Tensor]) -> torch.dtype:
     """The dtype in which matrix products are taken: bfloat16 where rounding fc's weight to it changes no bit. Asked
     once of a subject."""
     known = look.subject.__dict__
@@ -178,7 +178,7 @@ class TokenEffect:
     """bool [A, B] slots that do not move when their own anchor's token is exchanged."""
 
 
-def exchange(look: ProbeBatch, vocabulary: int, avoid: int) -> TokenEffect:
+def exchange_anchor_tokens(look: ProbeBatch, vocabulary: int, avoid: int) -> TokenEffect:
     """Exchange tokens: all but the anchors' always, and some anchors' in each step, so chosen that for every two
     anchors the first alone is exchanged in one step and the second alone in another. Where a block moves that should
     not, the two reasons are taken apart."""

@@ -168,7 +168,7 @@ class BlockRow:
 # --- what may be seen ---------------------------------------------------------------------------------
 
 
-def context_seen(view: LayerView, reading: DrafterHypothesis, row: BlockRow) -> Tensor:
+def mask_context(view: LayerView, reading: DrafterHypothesis, row: BlockRow) -> Tensor:
     """bool [A, B, S]: which captured states each slot sees in a layer with this view."""
     anchor = row.position[row.anchors][:, None, None]
     slot = torch.arange(row.block)[None, :, None]
@@ -183,7 +183,7 @@ def context_seen(view: LayerView, reading: DrafterHypothesis, row: BlockRow) -> 
     return seen.expand(len(row.anchors), row.block, len(row.tokens))
 
 
-def block_seen(view: LayerView, block: int) -> Tensor:
+def mask_own_block(view: LayerView, block: int) -> Tensor:
     """bool [B, B]: which slots each slot of the same block sees."""
     query, key = torch.arange(block)[:, None], torch.arange(block)[None, :]
     seen = torch.ones(block, block, dtype=torch.bool)
@@ -194,13 +194,13 @@ def block_seen(view: LayerView, block: int) -> Tensor:
     return seen
 
 
-def reach(reading: DrafterHypothesis, row: BlockRow) -> Tensor:
+def compute_reach(reading: DrafterHypothesis, row: BlockRow) -> Tensor:
     """bool [A, B, S]: which captured states can move each slot's hidden state through all layers together."""
     reached = torch.zeros(len(row.anchors), row.block, len(row.tokens), dtype=torch.bool)
     for view in reading.layers:
-        own = block_seen(view, row.block).float()
+        own = mask_own_block(view, row.block).float()
         passed = torch.einsum("kj,ajs->aks", own, reached.float()) > 0
-        reached = reached | passed | context_seen(view, reading, row)
+        reached = reached | passed | mask_context(view, reading, row)
     return reached
 
 
@@ -262,8 +262,8 @@ def compute_hidden_states(
             ),
             dim=-1,
         )
-        own = block_seen(view, row.block).expand(len(row.anchors), -1, -1)
-        seen = torch.cat((context_seen(view, reading, row), own), dim=-1)[:, None]
+        own = mask_own_block(view, row.block).expand(len(row.anchors), -1, -1)
+        seen = torch.cat((mask_context(view, reading, row), own), dim=-1)[:, None]
         share_of = (scores * size**-0.5).masked_fill(~seen, -math.inf).softmax(-1)
         mixed = torch.einsum("ahks,she->akhe", share_of[..., : len(row.tokens)], values_c)
         mixed = mixed + torch.einsum("ahkj,ajhe->akhe", share_of[..., len(row.tokens) :], values_b)
@@ -302,14 +302,14 @@ def _turn(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 # --- judging ------------------------------------------------------------------------------------------
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
+def measure_hidden_distance(found: Tensor, wanted: Tensor) -> float:
     """Largest over slots of |found - wanted| / |wanted|, both [..., D]; inf where one is not finite."""
     found, wanted = found.detach().double(), wanted.detach().double()
     apart = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
     return float(apart.max()) if bool(apart.isfinite().all()) else math.inf
 
 
-def limit(
+def estimate_hidden_limit(
     weights: DrafterWeights,
     reading: DrafterHypothesis,
     row: BlockRow,
@@ -333,7 +333,7 @@ def _floor(
     wanted = compute_hidden_states(weights, reading, row, fc_input, table)
     if precision == torch.float64:
         return 1e-12
-    single = distance(
+    single = measure_hidden_distance(
         compute_hidden_states(weights, reading, row, fc_input, table, dtype=torch.float32), wanted
     )
     if precision == torch.float32:
@@ -342,7 +342,7 @@ def _floor(
         mixed = compute_hidden_states(weights, reading, row, fc_input, table, dtype=torch.float32)
     pure = compute_hidden_states(weights, reading, row, fc_input, table, dtype=torch.bfloat16)
     held = weights.values["fc.weight"].dtype
-    return distance(mixed if held == torch.float32 else pure, wanted)
+    return measure_hidden_distance(mixed if held == torch.float32 else pure, wanted)
 
 
 @contextmanager

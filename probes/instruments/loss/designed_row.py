@@ -19,8 +19,8 @@ from torch import Tensor
 
 from parity.model.training.data import Batch
 from parity.probes.adapters.base import AdapterStep
-from parity.probes.instruments.loss.flat_teacher import LogitDirections, pointing
-from parity.probes.instruments.loss.head_gradient import TeacherSlice, draft_ids, teacher_slice
+from parity.probes.instruments.loss.flat_teacher import LogitDirections, point_states
+from parity.probes.instruments.loss.head_gradient import TeacherSlice, find_draft_ids, find_teacher_slice
 from parity.probes.instruments.loss.other_heads import HeadPair
 from parity.probes.subject import AdapterError, ExaminedAdapter, SyntheticDocument
 
@@ -65,7 +65,7 @@ class DesignedBatch:
         return values[index.clamp(0, len(values) - 1)]
 
 
-def row_of(subject: ExaminedAdapter) -> Batch:
+def build_design_row(subject: ExaminedAdapter) -> Batch:
     """The row: three documents (a short prompt; none where labels could cross; a prompt of a block, with a hole behind
     it), then padding."""
     size = subject.block
@@ -78,7 +78,7 @@ def row_of(subject: ExaminedAdapter) -> Batch:
     return subject.row(texts, padding=3)
 
 
-def anchors_of(subject: ExaminedAdapter, batch: Batch) -> Tensor:
+def choose_design_anchors(subject: ExaminedAdapter, batch: Batch) -> Tensor:
     """[A] anchors whose blocks do not meet, and each document's last possible one, from all documents in turn."""
     size, possible = subject.block, subject.candidates(batch)
     queues: list[list[int]] = []
@@ -116,14 +116,14 @@ def design_batch(
     right: whether drafts are right on runs of slots. agree: share of slots whose data token is the teacher's argmax.
     heads: the draft's and the teacher's, where they are not the one that the step shows.
     """
-    batch = row_of(subject) if batch is None else batch
-    anchors, states = anchors_of(subject, batch), subject.states(batch)
+    batch = build_design_row(subject) if batch is None else batch
+    anchors, states = choose_design_anchors(subject, batch), subject.states(batch)
     with torch.no_grad():
         shown = subject.step(batch, states, anchors=anchors)
-    where, why_not = teacher_slice(subject, batch)
+    where, why_not = find_teacher_slice(subject, batch)
     shown = shown if heads is None else replace(shown, head=heads.draft)
     of_teacher = shown if heads is None else replace(shown, head=heads.teacher)
-    ids = draft_ids(subject, of_teacher, batch)
+    ids = find_draft_ids(subject, of_teacher, batch)
     head = of_teacher.head.detach().cpu()
     space = _space(subject, head) if heads is None else LogitDirections.of(head)
     slots = _slots(batch, anchors, subject.block)
@@ -131,7 +131,7 @@ def design_batch(
     if where is not None:
         before = torch.tensor([index - 1 for _, _, index in slots])
         strict = shown.head.dtype.itemsize == 2
-        made = pointing(wanted, hidden, space, where.scale(states), strict)
+        made = point_states(wanted, hidden, space, where.scale(states), strict)
         states = states.clone()
         states[before, where.number] = made.to(states)
         wanted, share = where.logits(states[before], head).argmax(-1), agree
@@ -151,15 +151,15 @@ def design_label_batch(subject: ExaminedAdapter) -> DesignedBatch:
     anchors, states = _telling_anchors(subject, batch), subject.states(batch)
     with torch.no_grad():
         shown = subject.step(batch, states, anchors=anchors)
-    where, why_not = teacher_slice(subject, batch)
+    where, why_not = find_teacher_slice(subject, batch)
     head = shown.head.detach().cpu()
     if where is not None:
         space, strict = _space(subject, head), head.dtype.itemsize == 2
         wanted = space.ids[torch.arange(len(batch.tokens)) % len(space.ids)]
         states = states.clone()
-        made = pointing(wanted, space.rows[wanted], space, where.scale(states), strict)
+        made = point_states(wanted, space.rows[wanted], space, where.scale(states), strict)
         states[:, where.number] = made.to(states)
-    ids = draft_ids(subject, shown, batch)
+    ids = find_draft_ids(subject, shown, batch)
     return DesignedBatch(
         batch=batch, states=states, anchors=anchors, slice=where, why_not=why_not, ids=ids, head=head
     )

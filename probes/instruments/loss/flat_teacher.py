@@ -1,7 +1,7 @@
 """States that a head turns into a flat distribution whose argmax is a chosen token.
 
     space = Space.of(head)
-    states = pointing(wanted, hidden, space, scale, strict=False)       # [m, D]
+    states = point_states(wanted, hidden, space, scale, strict=False)       # [m, D]
 
 Shapes: m states, D width, V draft vocabulary.
 """
@@ -78,7 +78,7 @@ def _unit(states: Tensor) -> Tensor:
     return made
 
 
-def pointing(
+def point_states(
     wanted: Tensor, hidden: Tensor, space: LogitDirections, scale: Tensor | None, strict: bool
 ) -> Tensor:
     """[m, D] states that the head (after the norm, where `scale` [D] is given) turns into a flat distribution with

@@ -35,7 +35,7 @@ _WIDE: list[tuple[Tensor, int, Tensor]] = []
 32,768 rows of 1,024 takes longer than a product with it."""
 
 
-def wide(head: Tensor) -> Tensor:
+def widen_head(head: Tensor) -> Tensor:
     """[V, D] in float64 on the CPU."""
     for known, version, copy in _WIDE:
         same = known.data_ptr() == head.data_ptr() and known.shape == head.shape and known.dtype == head.dtype
@@ -46,7 +46,7 @@ def wide(head: Tensor) -> Tensor:
     return copy
 
 
-def term_values(
+def compute_term_values(
     name: str, log_q: Tensor, labels: Tensor | None, log_p: Tensor | None, eta: float = 3.0
 ) -> Tensor:
     """[n] values of one term at log-probabilities [n, V] of the draft and of the teacher, labels [n].
@@ -120,7 +120,7 @@ class HeadGradients:
             index=shown.anchors.cpu()[block.cpu()] + slot.cpu(),
             gradient=gradient[block, slot].double().cpu(),
             hidden=hidden[block, slot].double().cpu(),
-            head=wide(shown.head),
+            head=widen_head(shown.head),
             shown=shown,
             shape=(hidden.shape[0], hidden.shape[1]),
         )
@@ -193,7 +193,7 @@ class HeadGradients:
     ) -> dict[str, Tensor]:
         """Gradient at the head's input [n, D] of each term alone, with weight 1.
 
-        names: of `term_values`, and one `ce:SOURCE` for each source of labels [n]. teacher [n, V] logits.
+        names: of `compute_term_values`, and one `ce:SOURCE` for each source of labels [n]. teacher [n, V] logits.
         heat divides both sides' logits in the soft terms (`ce` as well where it is named `ce@heat:SOURCE`).
         """
         made: dict[str, Tensor] = {}
@@ -216,7 +216,7 @@ class HeadGradients:
                 for name in soft:
                     at = labels[name.split(":")[1]][piece].clamp(min=0) if ":" in name else None
                     term = name.split("@")[0]
-                    value = term_values(term, log_q, at, log_p, eta).sum()
+                    value = compute_term_values(term, log_q, at, log_p, eta).sum()
                     parts[name].append(torch.autograd.grad(value, hidden, retain_graph=True)[0])
         return made | {name: torch.cat(each) for name, each in parts.items()}
 
@@ -246,7 +246,7 @@ class HeadGradients:
         return torch.cat(errors) if errors else torch.zeros(0, dtype=torch.float64)
 
 
-def draft_ids(subject: ExaminedAdapter, shown: AdapterStep, batch: Batch) -> Tensor | None:
+def find_draft_ids(subject: ExaminedAdapter, shown: AdapterStep, batch: Batch) -> Tensor | None:
     """[Vt] id in the draft's vocabulary of each target token, -1 where it has none; None where it cannot be told.
 
     A reduced vocabulary is read from the head's rows: each is looked up among the target's own.
@@ -258,7 +258,7 @@ def draft_ids(subject: ExaminedAdapter, shown: AdapterStep, batch: Batch) -> Ten
         own = subject.reference(batch).head
     except NotExposed:
         return None
-    found = row_ids(shown.head, own)
+    found = find_row_ids(shown.head, own)
     if (found < 0).any():
         return None
     ids = torch.full((size,), -1)
@@ -266,7 +266,7 @@ def draft_ids(subject: ExaminedAdapter, shown: AdapterStep, batch: Batch) -> Ten
     return ids
 
 
-def row_ids(rows: Tensor, among: Tensor) -> Tensor:
+def find_row_ids(rows: Tensor, among: Tensor) -> Tensor:
     """For each row of `rows` [v, D] the number of the equal row of `among` [V, D], -1 where none is."""
     dtype = rows.dtype if rows.dtype.itemsize <= among.dtype.itemsize else among.dtype
     keys = [row.tobytes() for row in among.detach().cpu().to(dtype).float().numpy()]
@@ -290,7 +290,7 @@ class TeacherSlice:
         if self.norm is not None:
             with torch.no_grad():
                 rows = self.norm(rows)
-        return rows.double() @ wide(head).T
+        return rows.double() @ widen_head(head).T
 
     def scale(self, like: Tensor) -> Tensor | None:
         """[D] what the norm multiplies each channel with, None without a norm."""
@@ -300,7 +300,7 @@ class TeacherSlice:
             return self.norm(torch.ones(1, like.shape[-1], dtype=like.dtype))[0].double()
 
 
-def teacher_slice(subject: ExaminedAdapter, batch: Batch) -> tuple[TeacherSlice | None, str]:
+def find_teacher_slice(subject: ExaminedAdapter, batch: Batch) -> tuple[TeacherSlice | None, str]:
     """The captured slice that is no conditioning layer, and why there is none to compute with."""
     wanted, recipe = list_fc_taps(subject.recipe), subject.recipe
     rest = [(n, tap) for n, tap in enumerate(subject.adapter.slices) if tap not in wanted]

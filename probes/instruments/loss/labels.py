@@ -262,7 +262,7 @@ class LabelStep:
 _TOLD: WeakKeyDictionary[ExaminedAdapter, LabelStep] = WeakKeyDictionary()
 
 
-def label_step_of(subject: ExaminedAdapter) -> LabelStep:
+def take_label_step(subject: ExaminedAdapter) -> LabelStep:
     """The step that `labels` and `inputs` share."""
     if subject not in _TOLD:
         crafted = design_label_batch(subject)

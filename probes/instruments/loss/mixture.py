@@ -1,6 +1,6 @@
 """Which few terms, in one mixture for all slots and with one weight a slot, make up the gradients at the head.
 
-    fit = explain(gradient, columns, limit=...)       # Fit, or the best there is with `choose_mixture_with_law` False
+    fit = explain(gradient, columns, limit=...)       # Fit, or the best there is with `is_explained` False
 
 gradient_n = weight_n * sum over terms of share * column_n(term), shares at least 0 and adding up to 1. Terms are
 taken in the smallest number that explains the gradients to `limit`: alone, in pairs, then all of them with the needless
@@ -57,7 +57,7 @@ class MixtureFit:
     the weights that then remain."""
 
     @property
-    def choose_mixture_with_law(self) -> bool:
+    def is_explained(self) -> bool:
         """Whether the residual is within the limit, and little at all: where drafts are so sure that no term has a
         gradient to speak of, rounding alone would allow for everything."""
         return self.residual <= min(self.limit, MOST_TERMS)
@@ -72,23 +72,23 @@ def explain(gradient: Tensor, columns: Mapping[str, Tensor], limit: float) -> Mi
     for size in (1, 2):
         fits = [problem.fit(subset) for subset in combinations(range(len(names)), size)]
         fits = sorted((fit for fit in fits if len(fit.shares) == size), key=lambda fit: fit.residual)
-        if fits and not fits[0].choose_mixture_with_law:
+        if fits and not fits[0].is_explained:
             fits[0] = problem.fit([names.index(name) for name in fits[0].shares], polish=True)
-        good = [fit for fit in fits if fit.choose_mixture_with_law]
+        good = [fit for fit in fits if fit.is_explained]
         if good:
             like = tuple(fit for fit in good[1:] if fit.residual <= ALIKE * good[0].residual + limit / 100)
             first = replace(good[0], alike=like)
             return first if limit <= ROUGH else _with_more(problem, first)
         best = min([*fits[:1], *([best] if best else [])], key=lambda fit: fit.residual, default=None)
     whole = problem.fit(range(len(names)), polish=True)
-    while whole.choose_mixture_with_law and len(whole.shares) > 1:
+    while whole.is_explained and len(whole.shares) > 1:
         kept = [names.index(name) for name in whole.shares]
         fewer = [problem.fit([k for k in kept if k != out], polish=True) for out in kept]
         best_fewer = min(fewer, key=lambda fit: fit.residual)
-        if not best_fewer.choose_mixture_with_law:
+        if not best_fewer.is_explained:
             break
         whole = best_fewer
-    if whole.choose_mixture_with_law or best is None or whole.residual < best.residual:
+    if whole.is_explained or best is None or whole.residual < best.residual:
         return whole
     return best
 
@@ -112,7 +112,7 @@ def _with_more(problem: "_Problem", fit: MixtureFit) -> MixtureFit:
     return fit
 
 
-def left_over(gradient: Tensor, columns: Mapping[str, Tensor]) -> float:
+def measure_residual(gradient: Tensor, columns: Mapping[str, Tensor]) -> float:
     """Relative residual of the mixture of all columns."""
     names = tuple(columns)
     small, total = _compress(gradient, [columns[name] for name in names])
@@ -233,7 +233,7 @@ def _errors(columns: FloatArrays, shares: FloatArrays, weights: FloatArrays, lef
     return errors
 
 
-def unseen(
+def bound_unseen_shares(
     gradient: Tensor, columns: Mapping[str, Tensor], fit: MixtureFit, others: Sequence[str]
 ) -> dict[str, float]:
     """Term -> the largest share it could have beside the fitted mixture without moving the residual over the limit.

@@ -1,7 +1,7 @@
 """Heads that could make the draft's logits beside the one that a step shows.
 
-    trained_head(subject, shown)            # a head at which the loss has a gradient, or None
-    other_heads(subject, batch, shown)      # pairs of a draft's and a teacher's head to be tried, likely ones first
+    find_trained_head(subject, shown)            # a head at which the loss has a gradient, or None
+    list_head_pairs(subject, batch, shown)      # pairs of a draft's and a teacher's head to be tried, likely ones first
 
 A drafter's own head is a parameter [V, D]; the target's is the reference's. Nothing is believed of names: a pair counts
 where it explains the gradient, a head trains where the loss has a gradient there.
@@ -51,7 +51,7 @@ class TrainedHead:
     """The largest."""
 
 
-def trained_head(subject: ExaminedAdapter, shown: AdapterStep) -> TrainedHead | None:
+def find_trained_head(subject: ExaminedAdapter, shown: AdapterStep) -> TrainedHead | None:
     """The head with the largest gradient that does not come through the hidden states; None where none has one.
 
     What comes through them is taken off: an embedding that is looked up, too, is no head.
@@ -88,7 +88,7 @@ def _own(subject: ExaminedAdapter, shown: AdapterStep) -> dict[str, Tensor]:
     }
 
 
-def other_heads(subject: ExaminedAdapter, batch: Batch, shown: AdapterStep) -> Iterator[HeadPair]:
+def list_head_pairs(subject: ExaminedAdapter, batch: Batch, shown: AdapterStep) -> Iterator[HeadPair]:
     """The head shown beside the target's as the teacher's, then every parameter of its shape beside either."""
     target = _target(subject, batch, shown)
     own = {name: each.detach() for name, each in _own(subject, shown).items() if not _same(each, shown.head)}

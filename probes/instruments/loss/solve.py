@@ -17,8 +17,14 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from parity.probes.instruments.loss.designed_row import DesignedBatch
-from parity.probes.instruments.loss.head_gradient import SOFT, HeadGradients, term_values
-from parity.probes.instruments.loss.mixture import ROUGH, MixtureFit, explain, left_over, unseen
+from parity.probes.instruments.loss.head_gradient import SOFT, HeadGradients, compute_term_values
+from parity.probes.instruments.loss.mixture import (
+    ROUGH,
+    MixtureFit,
+    bound_unseen_shares,
+    explain,
+    measure_residual,
+)
 from parity.probes.instruments.loss.slot_weights import WeightedSlots, WeightLaw, recognise_law
 from parity.probes.subject import ExaminedAdapter
 
@@ -67,7 +73,7 @@ def estimate_mixture(subject: ExaminedAdapter, crafted: DesignedBatch, at: HeadG
     if hard:
         columns = at.columns([*hard, "smoothing"], labels, None)
         reading = _reading(at, columns, labels, teachers.get(SLICE), SLICE)
-        if not teachers or (reading.fit.choose_mixture_with_law and reading.fit.limit <= ROUGH):
+        if not teachers or (reading.fit.is_explained and reading.fit.limit <= ROUGH):
             return reading
         best = reading
     else:
@@ -81,12 +87,12 @@ def estimate_mixture(subject: ExaminedAdapter, crafted: DesignedBatch, at: HeadG
         for heat in dict.fromkeys((subject.recipe.loss.temperature, 1.0)):
             columns = at.columns(names, local, teacher, heat=heat, eta=subject.recipe.loss.lk_eta)
             reading = _reading(at, columns, local, teacher, origin, heat=heat)
-            if reading.fit.choose_mixture_with_law:
+            if reading.fit.is_explained:
                 return reading
             best = reading if best is None or reading.fit.residual < best.fit.residual else best
     for origin, teacher in teachers.items():
         found = _other_heat(subject, at, labels, teacher, origin, own)
-        if found.fit.choose_mixture_with_law:
+        if found.fit.is_explained:
             return found
     assert best is not None
     return best
@@ -139,7 +145,7 @@ def _reading(
     weights = torch.from_numpy(fit.weights).abs()
     larger = ROUNDINGS * float((rounding * weights).norm() / at.gradient.norm())
     if (
-        not fit.choose_mixture_with_law and limit < larger <= ROUNDINGS * limit
+        not fit.is_explained and limit < larger <= ROUNDINGS * limit
     ):  # terms that cancel leave a smaller gradient
         fit = explain(at.gradient, columns, larger)
     hard = [name.split(":")[1] for name in fit.shares if name.startswith("ce:")]
@@ -173,7 +179,7 @@ def _other_heat(
 
         def residual_at_heat(log_heat: float, names: list[str] = names) -> float:
             columns = few.columns(names, some, teacher[rows], heat=float(np.exp(log_heat)), eta=eta)
-            return left_over(few.gradient, columns)
+            return measure_residual(few.gradient, columns)
 
         coarse = [residual_at_heat(float(np.log(heat))) for heat in HEATS]
         at_best = int(np.argmin(coarse))
@@ -213,7 +219,7 @@ class WeightLaws:
     """Soft term -> the temperature squared that it is multiplied with, as in distillation; where none is, empty."""
 
 
-def is_explained(
+def choose_mixture_with_law(
     subject: ExaminedAdapter, crafted: DesignedBatch, at: HeadGradients, reading: MixtureEstimate
 ) -> tuple[MixtureEstimate, WeightLaw, WeightedSlots]:
     """The reading whose weights follow a law, where several mixtures have the gradient's direction."""
@@ -238,9 +244,9 @@ def _law_of(
     rows = (at.slot > 0).nonzero().squeeze(-1)
     column = sum(share * reading.columns[name] for name, share in reading.fit.shares.items())
     assert isinstance(column, Tensor)
-    rounding = at.rounding(labels, reading.teacher if soft(reading) else None) / column.norm(dim=-1).clamp(
-        min=1e-30
-    )
+    rounding = at.rounding(labels, reading.teacher if has_soft_terms(reading) else None) / column.norm(
+        dim=-1
+    ).clamp(min=1e-30)
     chance = at.chance(labels)
     value = -chance.clamp(min=1e-300).log()
     if set(reading.fit.shares) <= set(SOFT) and reading.teacher is not None and len(reading.fit.shares) == 1:
@@ -266,7 +272,7 @@ def _law_of(
     return law, slots
 
 
-def soft(reading: MixtureEstimate) -> bool:
+def has_soft_terms(reading: MixtureEstimate) -> bool:
     return any(name in SOFT for name in reading.fit.shares)
 
 
@@ -275,7 +281,7 @@ def _values(at: HeadGradients, name: str, reading: MixtureEstimate) -> Tensor:
     teacher, heat = reading.teacher, reading.heat
     assert teacher is not None
     return at.over(
-        lambda piece, log_q: term_values(
+        lambda piece, log_q: compute_term_values(
             name, (log_q / heat).log_softmax(-1), None, (teacher[piece] / heat).log_softmax(-1)
         )
     )
@@ -315,13 +321,13 @@ def find_weight_law(
         denominator=denominator,
         reductions=reductions,
         slot0=slot0,
-        unseen=unseen(at.gradient, columns, reading.fit, others),
+        unseen=bound_unseen_shares(at.gradient, columns, reading.fit, others),
         terms=terms,
         squared=squared,
     )
 
 
-def term_of(name: str) -> str:
+def name_term(name: str) -> str:
     """The recipe's name of a term: `ce` of `ce:teacher`, `kl` of `kl@2`."""
     return name.split(":")[0].split("@")[0]
 
@@ -331,7 +337,7 @@ def _by_name(reading: MixtureEstimate) -> tuple[dict[str, float], dict[str, floa
     terms: dict[str, float] = {}
     errors: dict[str, float] = {}
     for name, share in reading.fit.shares.items():
-        short = term_of(name)
+        short = name_term(name)
         terms[short] = terms.get(short, 0.0) + share
         errors[short] = max(errors.get(short, 0.0), reading.fit.errors[name])
     return terms, errors

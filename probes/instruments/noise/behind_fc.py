@@ -51,7 +51,7 @@ class DownstreamNoise:
         return self.moved > self.limit
 
 
-def apart(a: AdapterStep, b: AdapterStep) -> float:
+def measure_draft_change(a: AdapterStep, b: AdapterStep) -> float:
     """Root mean square of the difference of what enters the head, of its own."""
     first, second = a.hidden.detach().double(), b.hidden.detach().double()
     size = float(first.square().mean().sqrt())
@@ -69,7 +69,7 @@ def _size(gap: Tensor) -> float:
     return float(gap.square().mean().sqrt())
 
 
-def rounding(
+def measure_input_rounding(
     step: Callable[[Tensor], AdapterStep], states: Tensor, first: AdapterStep, real: Tensor, gap: float = 0.0
 ) -> tuple[float, float]:
     """How far states moved by a few units in the last place move the drafts, and fc's input. step: under the first
@@ -85,7 +85,7 @@ def rounding(
     else:
         unit = sign * UNITS
     shown = step((states.double() * (1 + unit.to(states.device) * eps)).to(states.dtype))
-    return apart(first, shown), _size(_gap(first, shown, real))
+    return measure_draft_change(first, shown), _size(_gap(first, shown, real))
 
 
 def measure_downstream_noise(
@@ -120,13 +120,15 @@ def measure_downstream_noise(
             clean[real].square().mean().sqrt()
         ):
             break
-    by_rounding, by_input = rounding(lambda near: step(near, seeds[0]), states, first, real, _size(gap))
+    by_rounding, by_input = measure_input_rounding(
+        lambda near: step(near, seeds[0]), states, first, real, _size(gap)
+    )
     more = _size(gap) / by_input if by_input else float("inf")
     limit = ROUNDINGS * by_rounding * max(1.0, more) if by_rounding else float("inf")
     return DownstreamNoise(
-        moved=apart(first, best),
+        moved=measure_draft_change(first, best),
         limit=limit,
-        whole=apart(first, second),
+        whole=measure_draft_change(first, second),
     )
 
 

@@ -56,7 +56,7 @@ def find_shared_draws(
     return [first, *(each for each in there[1:] if abs(each.correlation) > wider * each.limit)]
 
 
-def mean_of(added: Tensor) -> tuple[float, float]:
+def measure_noise_mean(added: Tensor) -> tuple[float, float]:
     """Mean of the noise in units of its root mean square, and the limit at which independent signs leave it."""
     square = added.square()
     size = float(square.sum())
