@@ -201,7 +201,8 @@ def _term_faults(
         faults.append(FoundDeviation(name, words, evidence))
     # The hard label's source, whatever its share.
     if "ce" in declared and hard and hard != {wanted}:
-        words = f"cross-entropy on {' and '.join(sorted(describe_source(each) for each in hard))}, declared {describe_source(wanted)}"
+        sources = " and ".join(sorted(describe_source(each) for each in hard))
+        words = f"cross-entropy on {sources}, declared {describe_source(wanted)}"
         numbers = {f"share on {name}": value for name, value in reading.fit.shares.items()}
         faults.append(FoundDeviation("loss-label-source", words, numbers))
     return faults

@@ -1,6 +1,6 @@
-"""The reading of a loss in words and tables.
+"""What was read of a loss, in words, facts and tables.
 
-describe_loss(reading, law, found, slots, declared_reduction)    # hard CE on the teacher's argmax, weights exp with ...
+describe_loss(reading, law, found, slots, "weighted_mean")    # hard CE on the teacher's argmax, weights exp ...
 """
 
 from collections.abc import Mapping
@@ -29,10 +29,12 @@ WORDS = {
 
 
 def describe_source(source: str) -> str:
+    """Of a hard label. source: `teacher` or `data`, with a shift where it has one."""
     return "the teacher's argmax" if source.startswith("teacher") else "the data's token"
 
 
 def describe_mixture(terms: Mapping[str, float]) -> str:
+    """`70 % KL to the teacher + 30 % CE`. terms: shares, 0 to 1, by the recipe's names."""
     parts = [f"{100 * share:.4g} % {WORDS.get(name, name.upper())}" for name, share in terms.items()]
     return " + ".join(parts)
 
@@ -57,6 +59,7 @@ def _terms_words(reading: MixtureEstimate) -> str:
 
 
 def _square_words(found: WeightLaws) -> str:
+    """Which terms have distillation's factor."""
     if not found.squared:
         return ""
     square = next(iter(found.squared.values()))
@@ -64,11 +67,13 @@ def _square_words(found: WeightLaws) -> str:
 
 
 def describe_law(law: WeightLaw, slots: WeightedSlots) -> str:
+    """`weights exp with gamma 4.00 over slots 1-7`."""
     low, high = int(slots.slot.min()), int(slots.slot.max())
     over = f"over slots {low}-{high}" if high > low else f"on slot {low}"
     if high == low:
         return f"one slot a block ({over}), so no position weights"
     number = "".join(f" with {name} {value:.2f}" for name, value in law.parameters.items())
+    # Every kind that a law may have.
     words = {
         "uniform": "weights uniform",
         "exp": f"weights exp{number}",
@@ -94,10 +99,12 @@ def average_by_slot(slots: WeightedSlots) -> dict[int, float]:
 
 
 def _profile_words(slots: WeightedSlots) -> str:
+    """Mean weights of the slot numbers, of slot 1's."""
     return ", ".join(f"{value:.3g}" for value in average_by_slot(slots).values())
 
 
 def describe_declared_law(subject: ExaminedAdapter) -> str:
+    """The recipe's law with its parameter."""
     weights = subject.recipe.loss.weights
     return {
         "exp": f"exp with gamma {weights.gamma}",
@@ -107,6 +114,7 @@ def describe_declared_law(subject: ExaminedAdapter) -> str:
 
 
 def describe_reduction(name: str) -> str:
+    """In words. name: of `WeightLaws.reductions`."""
     known = {
         "weighted_mean": "weighted mean",
         "mask_mean": "mean over trained slots",
@@ -117,6 +125,7 @@ def describe_reduction(name: str) -> str:
 
 
 def _reduction(law: WeightLaw, found: WeightLaws, wanted: str) -> str:
+    """The declared reduction where it fits, else the first that does."""
     if law.kind == "per-block":
         return law.note
     if wanted in found.reductions:
@@ -135,6 +144,15 @@ def _hits(slots: WeightedSlots) -> str:
 def describe_loss(
     reading: MixtureEstimate, law: WeightLaw, found: WeightLaws, slots: WeightedSlots, wanted: str
 ) -> str:
+    """Terms, weights and denominator in one sentence, with what would not show.
+
+    Args:
+        reading: the mixture of terms.
+        law: how the slots' weights are made.
+        found: denominator, slot 0, what could hide.
+        slots: the weights of slots 1 and up.
+        wanted: the declared reduction.
+    """
     zero = "slot 0 unweighted" if not found.slot0 else f"slot 0 weighs {found.slot0:.3g} of slot 1"
     parts = [_terms_words(reading) + _square_words(found), describe_law(law, slots), zero]
     reduction = _reduction(law, found, wanted)
@@ -157,6 +175,7 @@ def describe_loss(
 def list_loss_facts(
     reading: MixtureEstimate, law: WeightLaw, found: WeightLaws, wanted: str
 ) -> dict[str, Value]:
+    """The same as facts of the conformance statement; their names are stable."""
     facts: dict[str, Value] = {"loss.recognised": True, "loss.residual": reading.fit.residual}
     facts |= {f"loss.share.{name}": round(share, 6) for name, share in found.terms.items()}
     hard = [name.split(":")[1] for name in reading.fit.shares if name.startswith("ce")]
@@ -175,6 +194,7 @@ def list_loss_facts(
 
 
 def make_term_table(reading: MixtureEstimate, found: WeightLaws) -> Table:
+    """Shares of the terms, and from which share on another one would show."""
     rows: list[tuple[Value, ...]] = [
         (name, share, reading.fit.errors[name], None) for name, share in reading.fit.shares.items()
     ]
@@ -197,6 +217,7 @@ def make_term_table(reading: MixtureEstimate, found: WeightLaws) -> Table:
 def make_slot_table(
     at: HeadGradients, reading: MixtureEstimate, law: WeightLaw, slots: WeightedSlots
 ) -> Table:
+    """Weights of every slot number beside those of the law, of slot 1's."""
     rows: list[tuple[Value, ...]] = []
     first = float(slots.weight[slots.slot == slots.slot.min()].mean()) or 1.0
     for place in range(at.shape[1]):
