@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parity.model.dflash.step import StepOutput
 from parity.probes.deviations import deviation
-from parity.probes.instruments.loss.head_gradient import term_values
+from parity.probes.instruments.loss.head_gradient import compute_term_values
 from parity.probes.instruments.loss.mixture import explain
 from parity.reports.record import Column, Finding, Table, Value
 from parity.watching.values import StepValues, norm_of
@@ -183,7 +183,9 @@ class _StepSlots:
                 log_p = (
                     None if name == "ce" or self.teacher is None else (self.teacher / heat).log_softmax(-1)
                 )
-                return term_values(name, (at / heat).log_softmax(-1), self.labels, log_p, config.lk_eta).sum()
+                return compute_term_values(
+                    name, (at / heat).log_softmax(-1), self.labels, log_p, config.lk_eta
+                ).sum()
 
             made[name] = self._through_head(_slope(value, logits)).cpu()
         return made
