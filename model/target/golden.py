@@ -6,13 +6,13 @@ float16, bfloat16 or float32 dtype argument become float64. That nothing slipped
 hoped for: `Float64Promotion.lower` counts the floating tensors of lower precision that were made.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -87,6 +87,57 @@ def promote_to_float64(record: Float64Promotion) -> Iterator[Float64Promotion]:
     """Run a model of float64 weights in true fp64; yields the record to check afterwards."""
     with _Promote(record), _LowerDtypeCounter(record):
         yield record
+
+
+@contextmanager
+def hold_layers_in_float64(
+    model: nn.Module, parts: Sequence[nn.Module], promotion: Float64Promotion
+) -> Iterator[None]:
+    """Hold the weights of one part of a model at a time in float64, while that part runs.
+
+    A golden pass of a large model then needs the memory of one decoder layer more, not eight bytes for each weight.
+
+    Args:
+        parts: decoder layers, norm, embedding and head; what is in none of them is in float64 throughout.
+        promotion: the record of the promoted forward, which does not count the widening itself.
+    """
+    with ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(_widened_while_running(part, promotion))
+        others = {id(tensor) for part in parts for tensor in [*part.parameters(), *part.buffers()]}
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if id(tensor) not in others and tensor.is_floating_point():
+                stack.callback(setattr, tensor, "data", tensor.data)
+                tensor.data = tensor.data.double()
+        yield
+
+
+@contextmanager
+def _widened_while_running(part: nn.Module, promotion: Float64Promotion) -> Iterator[None]:
+    """Hooks that widen the weights of one part before its forward and restore them behind it."""
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def widen(module: nn.Module, *_: object) -> None:
+        promotion.watching = False
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_floating_point():
+                kept.append((tensor, tensor.data))
+                tensor.data = tensor.data.double()
+        promotion.watching = True
+
+    def restore(*_: object) -> None:
+        promotion.watching = False
+        while kept:
+            tensor, data = kept.pop()
+            tensor.data = data
+        promotion.watching = True
+
+    hooks = part.register_forward_pre_hook(widen), part.register_forward_hook(restore, always_call=True)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def delta_rule(

@@ -7,7 +7,6 @@ change; `run_layout` returns the taps of every row, padding removed, so that two
     padded = run(target, Feed(rows=(ids,), left=(5,)), backend=parse("torch"))     # .rows[0]["layer.0.out"]
 """
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,9 @@ from torch import Tensor
 
 from parity.errors import ParityError
 from parity.model.target.backends import Backend, CallRecorder, prove
-from parity.model.target.load import Target, _TapRecorder, select_taps
+from parity.model.target.forward import new_cache
+from parity.model.target.load import Target
+from parity.model.target.taps import TapRecorder, select_taps
 from parity.tracing.trace import BackendProof
 
 
@@ -106,7 +107,7 @@ def run_layout(
 
 def _forwards(target: Target, feed: InputLayout, recorder: "_EveryRow") -> None:
     """The forwards of one feeding, each told to the recorder with its number of columns."""
-    ids, mask = feed.batch(next(target.embed.parameters()).device)
+    ids, mask = feed.batch(target.device)
     columns = ids.shape[1]
     positions = torch.tensor([feed.positions or _resets(feed, columns)] * len(feed.rows), device=ids.device)
     cut = [0, *feed.splits, columns]
@@ -128,7 +129,7 @@ def _forwards(target: Target, feed: InputLayout, recorder: "_EveryRow") -> None:
             counted = (mask.cumsum(1) - 1).clamp(min=0)
             part["position_ids"] = counted[:, start:stop]
         recorder.sizes.append(stop - start)
-        recorder.logits(target.model(**part, **given))
+        recorder.run(**part, **given)
 
 
 def _resets(feed: InputLayout, columns: int) -> tuple[int, ...]:
@@ -152,14 +153,6 @@ def _boundaries(feed: InputLayout, columns: int, device: torch.device) -> dict[s
     }
 
 
-def new_cache(target: Target) -> tuple[str, Any]:
-    """(name of the argument, an empty cache): 5.24 renamed it, and warns at the old name."""
-    from transformers import DynamicCache
-
-    parameters = inspect.signature(type(target.model).forward).parameters
-    return ("cache" if "cache" in parameters else "past_key_values"), DynamicCache(config=target.config)
-
-
 def _draft_and_crop(
     target: Target, feed: InputLayout, start: int, given: dict[str, Any], recorder: "_EveryRow"
 ) -> None:
@@ -167,13 +160,13 @@ def _draft_and_crop(
     cache = next(value for value in given.values() if hasattr(value, "crop"))
     if hasattr(cache, "activate_past_recording"):
         cache.activate_past_recording()
-    device = next(target.embed.parameters()).device
+    device = target.device
     with recorder.pause():
         target.model(input_ids=torch.tensor([feed.drafted] * len(feed.rows), device=device), **given)
     cache.crop(-len(feed.drafted))
 
 
-class _EveryRow(_TapRecorder):
+class _EveryRow(TapRecorder):
     """Records every row of the batch, not only the first."""
 
     def __init__(self, target: Target, names: Sequence[str]) -> None:

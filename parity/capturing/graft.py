@@ -27,6 +27,7 @@ from parity.errors import NothingComparable, ParityError
 from parity.kernel.outlier_channels import channel_mean_square, pick_outliers
 from parity.kernel.sums import pair_stats
 from parity.model.target.backends import Backend, CallRecorder, prove
+from parity.model.target.forward import replace_layer_input
 from parity.model.target.load import Target
 from parity.reports.record import Finding, Value
 from parity.tracing.trace import BackendProof, RequestEntry, Trace
@@ -77,25 +78,21 @@ class LayerRunner:
                 f"layers {start} to {stop} of {len(layers)}, {len(token_ids)} tokens, {state.shape}"
             )
 
-        def put_in(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = args[0] if args else kwargs["hidden_states"]
-            fed = state.to(given.device, given.dtype)[None].contiguous()
-            return ((fed, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": fed})
-
         def take_out(_: Any, __: Any, output: Any) -> None:
             reached.append((output[0] if isinstance(output, tuple) else output)[0].detach())
             raise _Reached
 
-        device = next(self.target.embed.parameters()).device
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
             for index in range(start):
                 stack.callback(layers[index].__dict__.pop, "forward", None)
                 layers[index].__dict__["forward"] = _passing(self._tuples[index])
-            stack.callback(layers[start].register_forward_pre_hook(put_in, with_kwargs=True).remove)
+            stack.callback(replace_layer_input(layers[start], state).remove)
             stack.callback(layers[stop - 1].register_forward_hook(take_out).remove)
             try:
-                self.target.model(input_ids=torch.tensor([list(token_ids)], device=device), use_cache=False)
+                self.target.model(
+                    input_ids=torch.tensor([list(token_ids)], device=self.target.device), use_cache=False
+                )
             except _Reached:
                 pass
         self._ran.update(range(start, stop))
@@ -110,8 +107,9 @@ class LayerRunner:
                     lambda _, __, out, index=index: kinds.update({index: isinstance(out, tuple)})
                 )
                 stack.callback(hook.remove)
-            device = next(self.target.embed.parameters()).device
-            self.target.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
+            self.target.model(
+                input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.target.device), use_cache=False
+            )
         return [kinds[index] for index in range(len(self.target.layers))]
 
 

@@ -6,31 +6,13 @@ SGLang and `transformers serve` offer, to go on, so that a trace covers what is 
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from parity.errors import ParityError
 from parity.model.target.openai_client import address, post_request
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
-    """One request before tokenisation. Exactly one of `text`, `messages`, `token_ids` is set."""
-
-    id: str
-    text: str | None = None
-    messages: tuple[dict[str, Any], ...] | None = None
-    token_ids: tuple[int, ...] | None = None
-    completion: str | None = None
-    """Text that follows the prompt, to be tokenised here."""
-    completion_ids: tuple[int, ...] | None = None
-    """The server's own ids of the completion, where it gave them."""
-    prompt_ids: tuple[int, ...] | None = None
-    """The server's own ids of the prompt, where it gave them."""
-    thinking: bool | None = None
-    """`enable_thinking` for the chat template; None leaves the template's default."""
-    notes: tuple[str, ...] = ()
+from parity.model.target.spec import Prompt as Prompt
 
 
 def read_prompts(file: Path) -> list[Prompt]:

@@ -308,7 +308,7 @@ def masked(change: Callable[[Tensor], Tensor]) -> Callable[[Bench], Any]:
 @contextlib.contextmanager
 def scaled(bench: Bench) -> Iterator[None]:
     """The softmax scale is that of another head width."""
-    modules = [m for m in bench.target().model.modules() if hasattr(m, "scaling")]
+    modules: list[Any] = [m for m in bench.target().model.modules() if hasattr(m, "scaling")]
     kept = [module.scaling for module in modules]
     for module in modules:
         module.scaling = module.scaling * 2**0.5
