@@ -93,7 +93,7 @@ def test_kept_states_are_the_same_and_bounded(opened: Any, batch: Batch, monkeyp
         computed.append(len(ids))
         return original(ids)
 
-    monkeypatch.setattr(keeping, "_computed", counted)
+    monkeypatch.setattr(keeping, "_compute_states", counted)
     assert torch.equal(keeping(batch).states, first) and torch.equal(first, source(batch).states)
     assert computed == [len(document) for document in documents[1:]]
 
