@@ -93,7 +93,7 @@ def test_records_hold_what_they_are_given() -> None:
     assert job.options == TraceOptions() and not job.golden
     assert read_job({"do": "tokenize", "model": "m", "prompts": [Prompt(id="r", text="x")]}).do == "tokenize"
     with pytest.raises(Exception, match="frozen"):
-        WrapJob(model="m", out="o").model = "n"  # type: ignore[misc]
+        WrapJob(model="m", out="o").model = "n"
 
 
 # --- the options of a capture ---------------------------------------------------------------------------
