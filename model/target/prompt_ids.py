@@ -1,20 +1,25 @@
 """Token ids of prompts, by the model's own tokenizer and chat template, with where each id came from."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from parity.errors import ParityError
+from parity.model.target.chat import ChatTokenizer
 from parity.model.target.spec import Prompt, source
-from parity.tracing.trace import RequestEntry
+from parity.tracing.trace import RequestEntry, TokenOrigin
 
 
 def entries(
     model: str, revision: str | None, prompts: Sequence[Prompt], max_tokens: int | None
 ) -> list[RequestEntry]:
-    """One entry a prompt (`parity.capturing.prompts.Prompt` as a dict): ids, their origin, and each token's text.
+    """One entry a prompt: its token ids, their origin, and each token's text.
 
-    Raises ParityError for a prompt that is longer than the model allows, holds ids outside its
-    vocabulary, or needs a tokenizer or chat template that the model lacks.
+    Args:
+        model: name or path of the model, with its `revision` on the hub.
+        max_tokens: keep this many tokens of each prompt; None keeps all.
+
+    Raises:
+        ParityError: for a prompt that is empty, longer than the model allows, holds ids outside its vocabulary, or
+            needs a tokenizer or chat template that the model lacks.
     """
     limit, vocabulary = _limits(model, revision)
     tokenizer = _tokenizer(model, revision)
@@ -30,6 +35,7 @@ def entries(
                 f"{model} allows {limit}",
                 "shorten the prompt",
             )
+        # Ids of another tokenizer would index past the embedding.
         outside = [token for token in ids if token >= vocabulary]
         if outside:
             raise ParityError(
@@ -69,21 +75,22 @@ def _limits(model: str, revision: str | None) -> tuple[int | None, int]:
     return getattr(config, "max_position_embeddings", None), int(config.vocab_size)
 
 
-def _tokenizer(model: str, revision: str | None) -> Any:
+def _tokenizer(model: str, revision: str | None) -> ChatTokenizer | None:
     """The tokenizer, or None where the model has none (then prompts must be given as ids)."""
     from transformers import AutoTokenizer
 
     name, options = source(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, **options)
+        tokenizer: ChatTokenizer = AutoTokenizer.from_pretrained(name, revision=revision, **options)
     except (OSError, ValueError, KeyError):
         return None
     # A folder without tokenizer files gives an empty one of the model's family, which maps any text to nothing.
     return tokenizer if tokenizer.vocab_size > 1 else None
 
 
-def _ids(tokenizer: Any, model: str, prompt: Prompt) -> tuple[list[int], int, Any]:
+def _ids(tokenizer: ChatTokenizer | None, model: str, prompt: Prompt) -> tuple[list[int], int, TokenOrigin]:
     """(ids, how many of them are the prompt, origin)."""
+    origin: TokenOrigin
     if prompt.token_ids is not None:
         start, origin = list(prompt.token_ids), "given"
     else:
@@ -107,7 +114,7 @@ def _ids(tokenizer: Any, model: str, prompt: Prompt) -> tuple[list[int], int, An
     return start, len(start), origin
 
 
-def _prompt_ids(tokenizer: Any, model: str, prompt: Prompt) -> list[int]:
+def _prompt_ids(tokenizer: ChatTokenizer, model: str, prompt: Prompt) -> list[int]:
     if prompt.messages is None:
         return list(tokenizer(prompt.text)["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
