@@ -71,6 +71,7 @@ def select_taps(target: Target, wanted: Sequence[str] | None) -> list[str]:
     known = list(tap_infos(target))
     if wanted is None:
         return [name for name in known if name != "logits"]
+    # A pattern that matches nothing is an error: a trace without that tap would be compared as if it were whole.
     chosen: set[str] = set()
     for pattern in wanted:
         if pattern == STATES:

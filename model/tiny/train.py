@@ -238,6 +238,7 @@ def train_tiny(plan: TinyPlan, checkpoint: Path) -> "tuple[PreTrainedModel, floa
     started, smooth, pace = time.perf_counter() - seconds, math.nan, math.nan
     with tiny_progress(plan, done) as show:
         for step in range(done, plan.steps):
+            # Rows by number, so that a run that goes on draws what an uninterrupted one would.
             before = time.perf_counter()
             first = (plan.seed * plan.steps + step) * plan.rows
             kinds = plan.focus if step < plan.focus_steps else ()
@@ -250,6 +251,7 @@ def train_tiny(plan: TinyPlan, checkpoint: Path) -> "tuple[PreTrainedModel, floa
             for group in optimizer.param_groups:
                 group["lr"] = tiny_rate(plan, step)
             optimizer.step()
+            # What is reported is smoothed: loss over 50 steps, seconds over 20.
             smooth = loss.item() if math.isnan(smooth) else 0.98 * smooth + 0.02 * loss.item()
             took = time.perf_counter() - before
             pace = took if math.isnan(pace) else 0.95 * pace + 0.05 * took

@@ -67,6 +67,7 @@ class Worker:
         Raises:
             ParityError: for a backend that cannot run on this machine.
         """
+        # Whether it can run here is known before a process is started.
         choice = backends.parse_backend(backend)
         why = backends.missing(choice)
         if why:
