@@ -97,7 +97,9 @@ def forward(
     if low := promotion.lower:
         wrong.append(f"golden made {len(low)} floating tensors below float64, first in {low[0]}")
     proof = prove(backend, calls.proofs(), target.linear, wrong)
-    return ForwardResult(taps=recorder.result(), proof=proof, calls=calls.calls)
+    return ForwardResult(
+        taps={name: tap[0] for name, tap in recorder.result().items()}, proof=proof, calls=calls.calls
+    )
 
 
 def forward_steps(mode: str, tokens: int) -> list[int]:

@@ -104,13 +104,19 @@ def describe_taps(target: Target, taps: Mapping[str, Tensor]) -> tuple[TapInfo, 
 
 
 class TapRecorder:
-    """Hooks on the modules that make the states; keeps the first row of the batch. Use as a context manager.
+    """Hooks on the modules that make the states. Use as a context manager.
 
     Each state is cloned at once: a later in-place operation must not change what was recorded.
     """
 
-    def __init__(self, target: Target, names: Sequence[str]) -> None:
-        self.target, self.names = target, names
+    def __init__(self, target: Target, names: Sequence[str], *, rows: int | None = 1) -> None:
+        """Prepare to record.
+
+        Args:
+            names: of the taps, as `select_taps` returns them.
+            rows: how many of the batch's rows are kept; None keeps all.
+        """
+        self.target, self.rows, self.recording = target, rows, True
         self.parts: dict[str, list[Tensor]] = {name: [] for name in names}
         self.sizes: list[int] = []
         """How many tokens each step computed."""
@@ -144,10 +150,10 @@ class TapRecorder:
         self._stack.close()
 
     def _keep(self, name: str, value: Tensor) -> None:
-        """Keep the first row of a [rows, tokens, width] state, in memory of its own."""
-        if name in self.parts:
-            row = value[0].detach()
-            self.parts[name].append(torch.empty(row.shape, dtype=row.dtype).copy_(row))
+        """Keep the first rows of a [rows, tokens, width] state on the CPU, in memory of their own."""
+        if name in self.parts and self.recording:
+            kept = value[: self.rows].detach()
+            self.parts[name].append(torch.empty(kept.shape, dtype=kept.dtype).copy_(kept))
 
     def operator(self, layer: int, operator: str, output: Tensor) -> None:
         """Record `conv.out` ([rows, channels, tokens]) or `gdn.out` ([rows, tokens, heads, width])."""
@@ -163,10 +169,13 @@ class TapRecorder:
             self._keep("logits", output.logits)
 
     def result(self) -> dict[str, Tensor]:
-        """The taps, steps joined. A convolution with a cache returns earlier tokens too; the new ones count."""
+        """[rows, tokens, width] of each tap, steps joined.
+
+        A convolution with a cache returns earlier tokens too; the new ones count.
+        """
         joined = {}
         for name, parts in self.parts.items():
             if parts:
-                new = [part[-size:] for part, size in zip(parts, self.sizes, strict=True)]
-                joined[name] = new[0] if len(new) == 1 else torch.cat(new)  # one step needs no copy
+                new = [part[:, -size:] for part, size in zip(parts, self.sizes, strict=True)]
+                joined[name] = new[0] if len(new) == 1 else torch.cat(new, 1)  # one step needs no copy
         return joined

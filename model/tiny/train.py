@@ -226,7 +226,7 @@ def tiny_progress(plan: TinyPlan, done: int) -> Iterator[ProgressReport]:
         yield lambda step, loss, pace: bar.update(job, completed=step, description=words(step, loss, pace))
 
 
-def train_tiny(plan: TinyPlan, checkpoint: Path) -> "tuple[PreTrainedModel, float]":
+def train_tiny(plan: TinyPlan, checkpoint: Path) -> tuple["PreTrainedModel", float]:
     """Train one variant, going on from `checkpoint` if it exists.
 
     Returns the float32 model and the minutes used, those before an interruption included.

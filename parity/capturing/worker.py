@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,18 +96,11 @@ class JobServer:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         self._loaded: tuple[TargetSpec, Target] | None = None
 
-    def run(
-        self, job: AnyJob, progress: ProgressSender
-    ) -> (
-        TargetDescription
-        | TokenizedPrompts
-        | CaptureOutcome
-        | ReplayOutcome
-        | GraftOutcome
-        | SelfTestOutcome
-        | dict[str, object]
-    ):
-        """Do one job. `progress` is called after each request of a capture."""
+    def run(self, job: AnyJob, progress: ProgressSender) -> Mapping[str, object]:
+        """Do one job. `progress` is called after each request of a capture.
+
+        Each method returns the result that its job names; to the pipe they are all mappings.
+        """
         match job:
             case DescribeJob():
                 return self.describe(job)
