@@ -27,7 +27,9 @@ export MKL_NUM_THREADS := 1
 check: $(READY)
 	$(BIN)/parity check $(ARGS)
 
+# Some tests open the pages in a browser; where none can be installed they are skipped (never in CI).
 test: $(READY)
+	@bash tests/browser.sh
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
 
 lint: $(READY)
