@@ -22,7 +22,8 @@ from parity.probes.adapters.base import AdapterStep
 from parity.probes.instruments.loss.flat_teacher import LogitDirections, pointing
 from parity.probes.instruments.loss.head_gradient import TeacherSlice, draft_ids, teacher_slice
 from parity.probes.instruments.loss.other_heads import HeadPair
-from parity.probes.subject import AdapterError, ExaminedAdapter, SyntheticDocument
+from parity.probes.rows import SyntheticDocument
+from parity.probes.subject import AdapterError, ExaminedAdapter
 
 SLOTS = 96
 """Slots asked for at most: a term is a product of [slots, V] and [V, D]."""

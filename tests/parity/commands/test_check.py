@@ -13,6 +13,7 @@ import pytest
 
 from parity.capturing.client import Worker, WorkerCrash
 from parity.commands import check
+from parity.commands.suspicions import summarise_suspicions
 from parity.errors import ParityError
 from parity.probes.ask import wiring_probes
 from parity.probes.table import TABLE
@@ -171,7 +172,7 @@ def test_dying_worker_is_told_with_its_last_words(hybrid: Path) -> None:
 def test_worker_ends_with_its_parent() -> None:
     """A parent that is killed leaves no worker behind, even one in the middle of a long job."""
     code = (
-        "from parity.capture import Worker\nimport os, signal\nw = Worker('torch')\n"
+        "from parity.capturing.client import Worker\nimport os, signal\nw = Worker('torch')\n"
         "print(w._process.pid, flush=True)\nos.kill(w._process.pid, signal.SIGSTOP)\nos.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -222,9 +223,7 @@ def test_suspicions(outcomes: list[str], verdict: str) -> None:
         Finding(name=f"golden.{i}", outcome=outcome, sentence="s", next_step="n")  # type: ignore[arg-type]
         for i, outcome in enumerate(outcomes)
     ]
-    answer = next(
-        s for s in check.summarise_suspicions(findings) if s.name == "torch's fallback itself is wrong"
-    )
+    answer = next(s for s in summarise_suspicions(findings) if s.name == "torch's fallback itself is wrong")
     assert answer.verdict == verdict
 
 

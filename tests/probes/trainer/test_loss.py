@@ -18,7 +18,8 @@ from parity.probes.instruments.loss.designed_row import design_batch
 from parity.probes.instruments.loss.head_gradient import SOFT, HeadGradients, row_ids, term_values
 from parity.probes.instruments.loss.mixture import explain, unseen
 from parity.probes.instruments.loss.slot_weights import WeightedSlots, recognise_law
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from tests.faults.injected.loss import Plain, Team, configured
 from tests.faults.wiring import builtin
 
