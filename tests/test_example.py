@@ -110,7 +110,7 @@ def test_the_readme_shows_the_adapter_that_ships() -> None:
     whole = squeezed((EXAMPLE / "adapter.py").read_text())
     for statement in ("slices=", "width,vocabulary=", "self.target,self.drafter="):
         assert statement in squeezed(shown) and statement in whole
-    call = re.search(r"returnShown\(.*?\)", squeezed(shown))
+    call = re.search(r"returnAdapterStep\(.*?\)", squeezed(shown))
     assert call is not None and call.group()[:-1].rstrip(",") in whole
 
 

@@ -92,7 +92,7 @@ def test_a_rope_that_nobody_declares_is_told_and_not_judged() -> None:
 
 
 def test_a_window_that_no_row_can_hold_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "LONGEST", 40)
+    monkeypatch.setattr(context, "LONGEST_WINDOW", 40)
     answer = _answer(builtin({"recipe.attention": {"layers": ["sliding", "sliding"], "window": 30}}))
     assert answer.findings[0].outcome == "pass"
     assert (
