@@ -12,7 +12,6 @@ loaded by the first capture or comparison.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from parity.errors import ParityError
+from parity.files import write_atomically
 
 if TYPE_CHECKING:
     from parity.policy import Policy
@@ -138,9 +138,7 @@ def _file(prompts: Prompts, file: Path) -> Path:
         {"id": f"r{n}", **({"prompt": each} if isinstance(each, str) else {"token_ids": list(each)})}
         for n, each in enumerate(prompts)
     ]
-    temporary = file.with_name(file.name + ".writing")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    os.replace(temporary, file)
+    write_atomically(file, "".join(json.dumps(line) + "\n" for line in lines))
     return file
 
 

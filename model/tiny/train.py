@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parity.errors import ParityError
+from parity.files import replace_atomically
 from parity.model.tiny import corpus, embedded
 
 FLOAT32_NAMES = ("A_log", "dt_bias")
@@ -163,9 +164,8 @@ def save_checkpoint(
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {"plan": asdict(plan), "step": step, "seconds": seconds}
     state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    temporary = path.with_suffix(".tmp")
-    torch.save(state, temporary)
-    temporary.replace(path)
+    with replace_atomically(path) as temporary:
+        torch.save(state, temporary)
 
 
 def load_tiny_checkpoint(path: Path, plan: TinyPlan, model: Any, optimizer: Any) -> tuple[int, float]:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from parity.errors import ParityError
+from parity.files import WRITING, replace_atomically, write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -389,7 +389,7 @@ class TraceWriter:
                     "remove that folder, or choose another --out",
                 )
             with _explain_refusals(self.out):
-                write_atomically(mark, fingerprint.encode())
+                write_atomically(mark, fingerprint, durable=True)
         self.entries: dict[str, RequestEntry] = {}
         self.refresh()
 
@@ -433,13 +433,12 @@ class TraceWriter:
             )
         shard = f"request-{len(self.entries) if position is None else position:06d}.safetensors"
         entry = entry.model_copy(update={"shard": shard, "rows": len(entry.token_ids)})
-        temporary = self.partial / (shard + ".writing")
         metadata = {"request": entry.model_dump_json(), "fingerprint": self.fingerprint} | (
             {"proof": proof.model_dump_json()} if proof else {}
         )
         with _explain_refusals(self.out):
-            save_file(_unshare({**tensors, **(further or {})}), temporary, metadata=metadata)
-            os.replace(temporary, self.partial / shard)
+            with replace_atomically(self.partial / shard) as temporary:
+                save_file(_unshare({**tensors, **(further or {})}), temporary, metadata=metadata)
         self.entries[entry.id] = entry
 
     def finish(self, manifest: Manifest) -> Trace:
@@ -466,9 +465,10 @@ class TraceWriter:
                 else manifest.backend,
             }
         )
-        for file in self.partial.glob("*.writing"):
+        for file in self.partial.glob(f"*{WRITING}"):
             file.unlink()
-        write_atomically(self.partial / MANIFEST, manifest.model_dump_json(by_alias=True, indent=1).encode())
+        content = manifest.model_dump_json(by_alias=True, indent=1)
+        write_atomically(self.partial / MANIFEST, content, durable=True)
         os.replace(self.partial, self.out)
         (self.out / "fingerprint").unlink(
             missing_ok=True
@@ -542,14 +542,3 @@ def _unshare(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]
         result[name] = tensor.clone() if storage in seen else tensor
         seen.add(storage)
     return result
-
-
-def write_atomically(file: Path, content: bytes) -> None:
-    """Write a file so that a reader, or a crash, never sees half of it."""
-    # A name of its own: two ranks that begin one trace write the same file at the same time.
-    temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}.writing")
-    with temporary.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
