@@ -229,6 +229,16 @@ class Trace:
             )
         return self._taps[name]
 
+    def depth(self, tap: str) -> int:
+        """How many stages rounded before the tap: `tap_depth`, and 1 where each layer was fed another trace's input.
+
+        Raises ParityError for an unknown name.
+        """
+        layer = self.tap(tap).layer
+        if self.manifest.mode.endswith("+local"):
+            return 1
+        return tap_depth(tap, self.manifest.target.layers, layer)
+
     def request(self, request_id: str) -> RequestEntry:
         """The request's entry. Raises ParityError for an unknown id."""
         if request_id not in self._requests:
@@ -316,6 +326,28 @@ class Trace:
             raise ParityError(
                 f"the shard {self.path / shard}", f"a damaged shard ({error})", "capture that trace again"
             ) from error
+
+
+def layer_of(tap: str) -> int | None:
+    """The 0-based decoder layer that a tap's name says, or None: `layer.16.out` -> 16."""
+    return int(tap.split(".")[1]) if tap.startswith("layer.") else None
+
+
+def tap_depth(tap: str, layers: int, layer: int | None = None) -> int:
+    """How many stages rounded the states at a tap, each of which adds to the floor of a comparison.
+
+    The embedding is a look-up and rounds nothing (0), decoder layer i is stage i + 1, and what follows the last layer
+    (final norm, logits) is one more.
+
+    Args:
+        tap: Its name.
+        layers: How many decoder layers the target has.
+        layer: The 0-based decoder layer it belongs to, where that is known otherwise than by its name.
+    """
+    layer = layer_of(tap) if layer is None else layer
+    if layer is not None:
+        return layer + 1
+    return 0 if tap.startswith("embed") else layers + 1
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -9,13 +9,13 @@ step's, they are held against the drafter that is written a second time under ot
 Shapes: A anchors, B slots, D width, V the draft's vocabulary.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from parity.comparison.error import logit_errors
 from parity.probes.adapters.base import NotExposed
 from parity.probes.instruments.drafter.hypotheses import VisibleStep, globals_of
 from parity.probes.instruments.drafter.receptive_field import ProbeBatch
@@ -64,15 +64,7 @@ class DraftLogits:
     @property
     def draft_distance(self) -> Tensor:
         """[A] the largest distance of a slot."""
-        return distances(self.drafted, self.trained)
-
-
-def distances(found: Tensor, wanted: Tensor) -> Tensor:
-    """[A] over slots the largest |found - wanted| / |wanted - its mean|; inf where not finite."""
-    found, wanted = found.double(), wanted.double()
-    spread = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1)
-    apart: Tensor = (found - wanted).norm(dim=-1) / spread.clamp_min(1e-300)
-    return apart.nan_to_num(nan=math.inf).amax(-1)
+        return logit_errors(self.drafted, self.trained)
 
 
 def factor_between(compared: Sequence[DraftLogits], limit: float) -> float | None:
@@ -80,7 +72,7 @@ def factor_between(compared: Sequence[DraftLogits], limit: float) -> float | Non
     found = torch.cat([each.drafted.double().flatten() for each in compared])
     wanted = torch.cat([each.trained.flatten() for each in compared])
     factor = float(found @ wanted / (wanted @ wanted))
-    fits = all(float(distances(each.drafted, each.trained * factor).max()) <= limit for each in compared)
+    fits = all(float(logit_errors(each.drafted, each.trained * factor).max()) <= limit for each in compared)
     return factor if fits else None
 
 
@@ -115,7 +107,7 @@ def explain_gap(
         for each in compared:
             rows = each.look.step_output.head.detach() if head is None else head
             made = lens.compute_hidden(each.look, reading, values, table)[:, 1:] @ rows.to(torch.float32).T
-            if not float(distances(each.drafted, made).max()) <= cap:
+            if not float(logit_errors(each.drafted, made).max()) <= cap:
                 return False
         return True
 
