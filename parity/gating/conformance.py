@@ -10,12 +10,12 @@ weights are no facts of the wiring (`MEASUREMENTS`).
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from parity.errors import ParityError
+from parity.files import write_atomically
 from parity.reports import schema
 from parity.reports.record import Column, Conformance, Finding, Report, Statement, Table, Value
 
@@ -82,9 +82,7 @@ def is_same_value(a: Value, b: Value) -> bool:
 def save_conformance(conformance: Conformance, file: Path) -> None:
     """Write it as JSON, whole or not at all."""
     text = json.dumps(schema.conformance_to_dict(conformance), indent=1, ensure_ascii=False)
-    temporary = file.with_name(file.name + ".writing")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, file)
+    write_atomically(file, text + "\n")
 
 
 def read_conformance(file: str | Path) -> Conformance:
