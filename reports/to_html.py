@@ -270,7 +270,7 @@ def _tables(report: Report, ids: _Ids, drawings: dict[str, Drawn], room: int) ->
 def _table(table: Table, where: str, drawing: Drawn, share: int) -> str:
     """One table under its title, with its chart above it."""
     rows, shown = _rows(table, share)
-    size = words.count_words(len(table.rows), "row", "rows")
+    size = words.count_words(len(table.rows), "row")
     cut = "" if shown == len(table.rows) else f" The first {shown} are shown; the JSON report holds all."
     is_open = " open" if drawing is None and len(table.rows) <= OPEN_TABLE_ROWS else ""
     search = _search(where) if len(table.rows) >= LEAST_ROWS else ""

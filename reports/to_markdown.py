@@ -154,7 +154,7 @@ def _tables(report: Report) -> Iterator[str]:
         yield from _lines_or_say(table.name, lambda _, table=table: _table(table), report)  # type: ignore[misc]
     details = [table for table in report.tables if table.detail]
     if details:
-        names = [f"{_escape(t.title)} ({words.count_words(len(t.rows), 'row', 'rows')})" for t in details]
+        names = [f"{_escape(t.title)} ({words.count_words(len(t.rows), 'row')})" for t in details]
         yield f"More tables, in the HTML and JSON reports: {', '.join(names)}"
 
 

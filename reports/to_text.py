@@ -173,7 +173,7 @@ def _tables(console: Console, report: Report) -> None:
         _print_or_say(console, table.name, lambda table=table: _table(console, table))  # type: ignore[misc]
     details = [table for table in report.tables if table.detail]
     if details:
-        rows = words.count_words(sum(len(table.rows) for table in details), "row", "rows")
+        rows = words.count_words(sum(len(table.rows) for table in details), "row")
         names = ", ".join(_together(table.name for table in details))
         console.print()
         console.print(

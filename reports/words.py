@@ -13,6 +13,8 @@ MAX_LINES = 40
 """Lines shown of a text of several lines, the last ones: the end of a stderr says what went wrong."""
 MAX_CHARACTERS = 2000
 """Characters shown of one line. The JSON holds all of them."""
+LISTED = 4
+"""Names that a sentence lists of many, unless it says how many."""
 
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
@@ -124,9 +126,7 @@ def verdict(report: Report) -> str:
     failed, warned, broken = (outcomes.count(outcome) for outcome in ("fail", "warn", "error"))
     if report.outcome == "error":
         also = f" {count_words(failed, 'finding fails', 'findings fail')} beside it." if failed else ""
-        return (
-            f"{count_words(broken, 'probe', 'probes')} broke or had no power, so there is no verdict.{also}"
-        )
+        return f"{count_words(broken, 'probe')} broke or had no power, so there is no verdict.{also}"
     if report.outcome == "fail":
         return f"{count_words(failed, 'finding is', 'findings are')} outside the limits."
     if report.outcome == "warn":
@@ -138,9 +138,30 @@ def verdict(report: Report) -> str:
     return "Nothing was compared, and that is not a pass."
 
 
-def count_words(count: int, one: str, more: str) -> str:
-    """`1 row`, `2 rows`."""
-    return f"{count} {one if count == 1 else more}"
+def count_words(count: int, one: str, more: str = "") -> str:
+    """A number with its noun: `1 row`, `2 rows`, `2 findings are`.
+
+    Args:
+        count: How many.
+        one: The words that follow a 1.
+        more: The words that follow any other number; empty: `one` with an `s`.
+    """
+    return f"{count} {one if count == 1 else more or one + 's'}"
+
+
+def shorten_list(
+    names: Sequence[str], limit: int = LISTED, separator: str = ", ", last: str = " and "
+) -> str:
+    """The first names of a list, and how many were left out: `a, b and 3 more`. Empty for an empty list.
+
+    Args:
+        names: What is listed, in reading order.
+        limit: How many are written out at most.
+        separator: What stands between two of them.
+        last: What stands before the number of those left out.
+    """
+    left_out = len(names) - limit
+    return separator.join(names[:limit]) + (f"{last}{left_out} more" if left_out > 0 else "")
 
 
 def tally(suspicions: Iterable[Suspicion]) -> str:

@@ -26,6 +26,7 @@ from parity.errors import ParityError
 from parity.model.target.backends import Backend, CallRecorder, OperatorCall, prove
 from parity.model.target.golden import Float64Promotion, promote_to_float64
 from parity.model.tiny.embedded import resolve
+from parity.reports.words import shorten_list
 from parity.tracing.trace import BackendProof, NormState, TapInfo, TargetIdentity
 
 LOADER_NAMES = ("AutoModelForCausalLM", "AutoModel", "AutoModelForImageTextToText")
@@ -128,7 +129,7 @@ def load_target(spec: TargetSpec) -> Target:
     if unfilled:
         raise ParityError(
             f"{spec.loader} of {spec.model}",
-            f"{len(unfilled)} parameters not in the checkpoint and left random: {_some(unfilled)}",
+            f"{len(unfilled)} parameters not in the checkpoint and left random: {shorten_list(unfilled, 5)}",
             "choose another --loader or transformers version",
         )
     target = _parts(spec, model)
@@ -257,13 +258,13 @@ def _check_against_checkpoint(target: Target) -> None:
     if wrong:
         raise ParityError(
             f"{target.spec.loader} of {target.spec.model}",
-            f"{len(wrong)} parameters that differ from the checkpoint's: {_some(wrong)}",
+            f"{len(wrong)} parameters that differ from the checkpoint's: {shorten_list(wrong, 5)}",
             "choose another --loader or transformers version",
         )
     target.kept_float32 = tuple(kept)
     if converted:
         target.unchecked = (
-            f"{len(converted)} parameters have no equal in the checkpoint file: {_some(converted, 2)}"
+            f"{len(converted)} parameters have no equal in the checkpoint file: {shorten_list(converted, 2)}"
         )
 
 
@@ -321,11 +322,6 @@ def _numel(shape: Iterable[int]) -> int:
     for size in shape:
         product *= size
     return product
-
-
-def _some(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _identity(target: Target) -> TargetIdentity:
@@ -414,7 +410,7 @@ def select_taps(target: Target, wanted: Sequence[str] | None) -> list[str]:
             raise ParityError(
                 f"tap {pattern!r}",
                 f"{target.spec.model} has layers 0 to {len(target.layers) - 1}"
-                f" and taps such as {_some(known, 4)}",
+                f" and taps such as {shorten_list(known)}",
                 "name a tap of those, or a pattern such as layer.*.out",
             )
         chosen.update(found)

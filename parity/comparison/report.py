@@ -7,12 +7,10 @@ Findings `NAME.structure`, `.proof`, `.identity`, `.gate` and `.controls` each a
 name of the fault, and makes the whole a report.
 """
 
-from collections.abc import Sequence
-
 from parity.comparison.records import Comparison, TapResult, TokenPlace
 from parity.reports.record import Chart, Column, Finding, Outcome, Suspicion, Table, Value, Verdict
+from parity.reports.words import count_words, shorten_list
 
-LISTED_NAMES = 4
 """Names spelled out in a sentence; the table has the rest."""
 COARSE_DTYPE_NOTE = (
     "a comparison in {} never rules out a semantic fault by itself: one smaller than rounding hides in it"
@@ -56,7 +54,7 @@ def comparison_suspicions(comparison: Comparison, *, name: str = "compare") -> t
             verdict="found" if parted else "ruled out",
             because=f"{parted[0].name}: {parted[0].detail}"
             if parted
-            else f"the ids of all {_count_noun(comparison.tokens, 'token')} agree",
+            else f"the ids of all {count_words(comparison.tokens, 'token')} agree",
             findings=(f"{name}.structure",),
         ),
         Suspicion(
@@ -97,21 +95,9 @@ def times_limit(tap: TapResult) -> float:
     )
 
 
-def _shorten(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:LISTED_NAMES]) + (
-        f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
-    )
-
-
 def _at(place: TokenPlace) -> str:
     """A token in words."""
     return f"token {place.token} ({place.text!r}) of request {place.request}"
-
-
-def _count_noun(number: int, noun: str) -> str:
-    """A number with its noun."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _structure(c: Comparison, name: str) -> Finding:
@@ -127,8 +113,8 @@ def _structure(c: Comparison, name: str) -> Finding:
             name=f"{name}.structure",
             outcome="pass",
             evidence=evidence,
-            sentence=f"both sides hold the same {_count_noun(len(c.taps), 'tap')} of the same "
-            f"{_count_noun(c.tokens, 'token')}",
+            sentence=f"both sides hold the same {count_words(len(c.taps), 'tap')} of the same "
+            f"{count_words(c.tokens, 'token')}",
         )
     first = c.unpaired[0]
     side = "both sides" if first.side == "both" else f"side {first.side}"
@@ -137,7 +123,7 @@ def _structure(c: Comparison, name: str) -> Finding:
         outcome="fail",
         evidence=evidence,
         tables=(f"{name}.unpaired",),
-        sentence=f"without an equal partner: {_count_noun(len(c.unpaired), 'item')}, first "
+        sentence=f"without an equal partner: {count_words(len(c.unpaired), 'item')}, first "
         f"{first.kind} {first.name} ({side}): {first.detail}",
         next_step="capture both sides with the same prompts, taps and dtype, or choose --taps",
     )
@@ -149,7 +135,7 @@ def _sources(c: Comparison, name: str) -> Finding:
     return Finding(
         name=f"{name}.sources",
         outcome="fail",
-        sentence=c.source_problems[0] + (f"; and {_count_noun(more, 'more problem')}" if more else ""),
+        sentence=c.source_problems[0] + (f"; and {count_words(more, 'more problem')}" if more else ""),
         evidence=tuple((f"problem {i}", text) for i, text in enumerate(c.source_problems)),
         next_step="correct what the mapping or the dump's tool says of its slices; `parity compare` shows each",
     )
@@ -236,11 +222,11 @@ def _within(c: Comparison, nearest: TapResult) -> tuple[str, str]:
     """Sentence and next step of a gate that passes."""
     passing = sum(tap.outcome == "pass" for tap in c.taps)
     skipped = [tap.tap for tap in c.taps if tap.outcome == "skipped"]
-    left_out = f"; not judged, because no broken copy changes it: {_shorten(skipped)}" if skipped else ""
+    left_out = f"; not judged, because no broken copy changes it: {shorten_list(skipped)}" if skipped else ""
     blind = f"; {COARSE_DTYPE_NOTE.format(_coarse(c))}" if c.gate == "kernel" else ""
     every = "" if skipped else "all "
     return (
-        f"{c.gate} gate: {every}{_count_noun(passing, 'tap')} within the limits; the nearest, {nearest.tap}, "
+        f"{c.gate} gate: {every}{count_words(passing, 'tap')} within the limits; the nearest, {nearest.tap}, "
         f"is at {times_limit(nearest):.2g} of its limit, judged by {nearest.judgement.judged_by}"
         f"{left_out}{blind}",
         "",
@@ -255,7 +241,7 @@ def _outside(c: Comparison, _: TapResult) -> tuple[str, str]:
     token = f", from {_at(place)} on" if place is not None and not first.faults else ""
     why = "; ".join(first.faults) or f"{first.judgement.because}, judged by {first.judgement.judged_by}"
     return (
-        f"{c.gate} gate: {len(failing)} of {_count_noun(len(c.taps), 'tap')} outside, first {where}{token}: {why}",
+        f"{c.gate} gate: {len(failing)} of {count_words(len(c.taps), 'tap')} outside, first {where}{token}: {why}",
         f"look at {first.tap} first: capture its layer with the other side's input "
         "(--local-from), and in float32 if this was 16 bits",
     )
@@ -265,7 +251,7 @@ def _powerless(c: Comparison, _: TapResult) -> tuple[str, str]:
     """Sentence and next step of a gate that passes what is broken."""
     taps = [tap.tap for tap in c.taps if tap.outcome == "error"]
     return (
-        f"{c.gate} gate: no power at {_shorten(taps)}: a broken copy passed",
+        f"{c.gate} gate: no power at {shorten_list(taps)}: a broken copy passed",
         "tighten the policy or the floor until the broken copies fail",
     )
 
@@ -295,7 +281,7 @@ def _controls(c: Comparison, name: str) -> Finding:
             outcome="error",
             evidence=evidence,
             tables=(f"{name}.layers",),
-            sentence=f"broken copies of side b passed: no power at {_shorten(passed)}",
+            sentence=f"broken copies of side b passed: no power at {shorten_list(passed)}",
             next_step="tighten the policy or the floor for these taps",
         )
     if not refused:
@@ -307,7 +293,9 @@ def _controls(c: Comparison, name: str) -> Finding:
             next_step="compare more than one token and channel",
         )
     note = (
-        f"; {len(left_out)} left out because they change nothing ({_shorten(left_out)})" if left_out else ""
+        f"; {len(left_out)} left out because they change nothing ({shorten_list(left_out)})"
+        if left_out
+        else ""
     )
     return Finding(
         name=f"{name}.controls",
@@ -377,7 +365,9 @@ def _layers(c: Comparison, name: str) -> Table:
     )
     again = [tap.tap for tap in c.taps if tap.recomputed]
     note = (
-        f" Read twice, because a sample had shown other massive channels: {_shorten(again)}." if again else ""
+        f" Read twice, because a sample had shown other massive channels: {shorten_list(again)}."
+        if again
+        else ""
     )
     return Table(
         name=f"{name}.layers",
@@ -448,7 +438,7 @@ def _heat(c: Comparison, name: str) -> Table:
         value="error",
         log=True,
         hover=("text",),
-        caption=f"Worst of all requests; each column covers {_count_noun(step, 'token position')}.",
+        caption=f"Worst of all requests; each column covers {count_words(step, 'token position')}.",
     )
     return Table(
         name=f"{name}.tokens",

@@ -26,6 +26,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from parity.errors import ParityError
+from parity.reports.words import shorten_list
 
 Format = Literal["speculators", "vllm", "specforge", "modelopt", "sglang", "plain"]
 FORMATS: tuple[str, ...] = get_args(Format)
@@ -186,5 +187,5 @@ def _layers_in(pattern: str, sources: tuple[str, ...]) -> list[str]:
 
 
 def _no_source(tap: str, name: str, sources: tuple[str, ...]) -> ParityError:
-    shown = ", ".join(sources[:6]) + (f" and {len(sources) - 6} more" if len(sources) > 6 else "")
-    return ParityError(f"{name!r} as tap {tap!r}", f"tensors {shown or 'none'}", "name one of those in --map")
+    found = f"tensors {shorten_list(sources, 6) or 'none'}"
+    return ParityError(f"{name!r} as tap {tap!r}", found, "name one of those in --map")

@@ -13,9 +13,9 @@ from typing import Literal
 from parity.dumps.identify import LAST, NEAR_TIE, Identification, SliceMatch, layer_of_tap
 from parity.dumps.pair import ComparablePair, DumpSide
 from parity.reports.record import Column, Finding, Report, Suspicion, Table, Value
+from parity.reports.words import count_words, shorten_list
 from parity.tracing.trace import NOT_STATED
 
-LISTED_MATCHES = 6
 FOREIGN = "capture that side with `parity capture` where you need the proof"
 
 
@@ -171,7 +171,7 @@ def _layers(side: DumpSide, found: Identification, name: str) -> Finding:
         return Finding(
             name=full,
             outcome="fail",
-            sentence=f"{where}: {_count(len(lost), 'slice')} found in no layer, first {first.slice}"
+            sentence=f"{where}: {count_words(len(lost), 'slice')} found in no layer, first {first.slice}"
             f"{' declared ' + first.declared if first.declared else ''}: {near}"
             f"{'; ' + first.hint if first.hint else ''}",
             next_step="dump the same tokens and weights again, or capture a reference that holds that layer",
@@ -179,20 +179,23 @@ def _layers(side: DumpSide, found: Identification, name: str) -> Finding:
             tables=table,
         )
     taps = [match.found for match in matches if match.found is not None]
+    absent = shorten_list([match.slice for match in elsewhere], 6)
     numbers = [layer_of_tap(tap) for tap in taps]
     ascending = numbers == sorted(numbers, key=lambda number: -2 if number is None else number)
     said = "as declared" if any(match.declared for match in matches) else "which nobody declared"
     said = "in the same order" if side.against_dump else said
-    sentence = f"{where}: {_count(len(taps), 'slice')} found as {_few(taps)}, {said}; the worst is "
-    sentence += f"{max((m.distance for m in matches if m.found), default=0.0):.2g} away, the next tap "
+    sentence = f"{where}: {count_words(len(taps), 'slice')} found as {shorten_list(taps, 6)}, {said}; "
+    sentence += (
+        f"the worst is {max((m.distance for m in matches if m.found), default=0.0):.2g} away, the next tap "
+    )
     sentence += f"{min((m.other_distance for m in matches if m.found), default=0.0):.2g}"
     if elsewhere:
-        sentence += f"; {_few([match.slice for match in elsewhere])} not held by the other side"
+        sentence += f"; {absent} not held by the other side"
     if not taps:
         return Finding(
             name=full,
             outcome="skipped",
-            sentence=f"{where}: the other side holds none of {_few([match.slice for match in elsewhere])}",
+            sentence=f"{where}: the other side holds none of {absent}",
             next_step="compare with a reference that holds these layers",
         )
     if not ascending and said == "which nobody declared":
@@ -221,7 +224,7 @@ def _wrong(
             -1: ", as where indices of hidden_states (layer + 1) are taken for layers",
             1: ", as where layers are taken for indices of hidden_states (layer + 1)",
         }.get(shift, "")
-        way = f"{_count(abs(shift), 'layer')} {'later' if shift > 0 else 'earlier'} than declared"
+        way = f"{count_words(abs(shift), 'layer')} {'later' if shift > 0 else 'earlier'} than declared"
         far = (
             f", {first.declared} {first.declared_distance:.2g}" if first.declared_distance is not None else ""
         )
@@ -231,17 +234,15 @@ def _wrong(
             f"the slices are layers {right} (0-based): correct `layers:` or `ids:` in --map, or dump with other ids",
         )
     if wrong:
-        pairs = "; ".join(
-            f"{match.slice}, declared {match.declared}, is {match.found}" for match in wrong[:3]
-        )
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        pairs = [f"{match.slice}, declared {match.declared}, is {match.found}" for match in wrong]
         order = sorted(m.declared or "" for m in wrong) == sorted(m.found or "" for m in wrong)
         return (
-            f"{where}: {'the slices are in another order' if order else 'slices are other layers'}: {pairs}{more}",
+            f"{where}: {'the slices are in another order' if order else 'slices are other layers'}: "
+            + shorten_list(pairs, 3, "; "),
             "put the ids in the order of the slices, or dump again",
         )
     return (
-        f"{where}: {_few(list(twice))} found in more than one slice",
+        f"{where}: {shorten_list(list(twice), 6)} found in more than one slice",
         "dump again; a layer was recorded twice, and another is missing",
     )
 
@@ -374,7 +375,7 @@ def _suspicion(side: DumpSide, name: str) -> Suspicion:
         else "two dumps can only be held against each other"
         if side.against_dump
         else "nobody declared which layers they should be; found: "
-        + _few([match.found or "?" for match in (side.found.matches if side.found else ())]),
+        + shorten_list([match.found or "?" for match in (side.found.matches if side.found else ())], 6),
         findings=tuple(finding.name for finding in findings),
     )
 
@@ -402,7 +403,7 @@ def _table(side: DumpSide, name: str) -> Table:
             (m.slice, m.declared or "", _describe_match(m), m.distance, m.other, m.other_distance)
             for m in side.found.matches
         ),
-        caption=f"Distance: median relative L2 of {_count(side.found.rows, 'token')}, massive channels left out. "
+        caption=f"Distance: median relative L2 of {count_words(side.found.rows, 'token')}, massive channels left out. "
         f"Found is what is nearer than {NEAR_TIE:g}, with every other tap clearly further.",
     )
 
@@ -412,15 +413,3 @@ def _describe_match(match: SliceMatch) -> str:
     if match.found is not None:
         return match.found + (", by a fitted norm" if match.how == "norm" else "")
     return f"{match.how}: {match.nearest or 'no such width'}"
-
-
-def _few(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:LISTED_MATCHES]) + (
-        f" and {len(names) - LISTED_MATCHES} more" if len(names) > LISTED_MATCHES else ""
-    )
-
-
-def _count(number: int, noun: str) -> str:
-    """A number with its noun."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -15,6 +15,7 @@ from parity.gating import environment
 from parity.gating.conformance import compare_statements
 from parity.policy import GateRules, matches
 from parity.reports.record import WORST_FIRST, Column, Conformance, Finding, Outcome, Report, Table, Value
+from parity.reports.words import shorten_list
 
 WIRING = (
     "inputs",
@@ -39,7 +40,6 @@ NOT_WIRING = ("first step", "last step", "last step in order")
 SAME_SHARE, SAME_SIZE = 0.02, 1e-4
 """Two measured numbers of one statement are the same when they differ by at most 2 % or by at most 1e-4: rounding
 residuals move by more than 2 % of themselves, and the smallest planted faults are gamma 4 against 5 and 1 % KL."""
-LISTED_CHANGES = 4
 JUDGED = {"tap", "error_rms", "error_max", "cosine_min"}
 """Columns of a table whose rows are taps that a comparison judged."""
 
@@ -89,12 +89,6 @@ def against(
 Part = tuple[tuple[Finding, ...], tuple[Table, ...]]
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:LISTED_CHANGES]) + (
-        f" and {len(names) - LISTED_CHANGES} more" if len(names) > LISTED_CHANGES else ""
-    )
-
-
 def _missing(report: Report, baseline: Report, judged: Mapping[str, Outcome], rules: GateRules) -> Finding:
     """Is everything still asked that the baseline answered?"""
     answered = [finding.name for finding in baseline.findings if finding.outcome != "skipped"]
@@ -123,7 +117,7 @@ def _missing(report: Report, baseline: Report, judged: Mapping[str, Outcome], ru
         name="baseline.missing",
         outcome="fail",
         evidence=evidence,
-        sentence=f"the baseline answered what this report does not: {_few(lost)}",
+        sentence=f"the baseline answered what this report does not: {shorten_list(lost)}",
         next_step="find out why it no longer runs, or make a new baseline if it was removed on purpose",
     )
 
@@ -155,7 +149,7 @@ def _outcomes(then: Mapping[str, Finding], judged: Mapping[str, Outcome]) -> Fin
         name="baseline.outcomes",
         outcome="fail" if severe else "warn",
         evidence=evidence,
-        sentence=f"worse than in the baseline: {_few(named)}",
+        sentence=f"worse than in the baseline: {shorten_list(named)}",
         next_step="look at what changed between the two, `baseline.environment` first",
     )
 
@@ -324,7 +318,7 @@ def _statements(now: Conformance, then: Conformance, rules: GateRules) -> Part:
         name="baseline.wiring",
         outcome=rules.wiring_changes,
         fault="conformance-changed",
-        sentence="the wiring changed: " + _few([f"{each.name}: {each.sentence}" for each in changed]),
+        sentence="the wiring changed: " + shorten_list([f"{each.name}: {each.sentence}" for each in changed]),
         evidence=evidence,
         tables=("baseline.wiring",),
         next_step="if it was meant, make a new baseline; if not, look at what was merged since",
@@ -386,7 +380,7 @@ def _subject(report: Report, baseline: Report) -> Part:
         name="baseline.subject",
         outcome="warn" if other else "pass",
         evidence=evidence,
-        sentence=f"the two reports are about other things: {_few([f'{k}: {v}' for k, v in evidence])}"
+        sentence=f"the two reports are about other things: {shorten_list([f'{k}: {v}' for k, v in evidence])}"
         if other
         else f"both reports are about the same thing ({len(keys)} properties compared)",
         next_step="make a baseline of the same target, prompts and dtypes" if other else "",

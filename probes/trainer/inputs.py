@@ -30,6 +30,7 @@ from parity.probes.instruments.loss.head_gradient import HeadGradients
 from parity.probes.instruments.loss.labels import ENOUGH, LabelEstimate, is_same_label, label_step_of
 from parity.probes.subject import ExaminedAdapter, FoundDeviation, list_fc_taps, make_probe_answer
 from parity.reports.record import Chart, Column, Table, Value
+from parity.reports.words import shorten_list
 
 ROLL = 7
 """Tokens by which a slice is rolled: prime, so that no period of the row is met."""
@@ -377,8 +378,7 @@ def _identity_faults(
     if not wrong:
         return []
     numbers = tuple((f"{match.tap} from {match.nearest}", match.error) for match in wrong)
-    words = ", ".join(_match_words(match) for match in wrong[:TOLD])
-    words += f", and {len(wrong) - TOLD} more" if len(wrong) > TOLD else ""
+    words = shorten_list([_match_words(match) for match in wrong], TOLD, last=", and ")
     known = [match for match in wrong if match.error <= limit]
     name = "capture-differs"
     if len(known) == len(wrong):
