@@ -23,6 +23,7 @@ from parity.reports.record import (
     Suspicion,
     Table,
     Value,
+    declare_columns,
 )
 
 FAILING_OUTCOMES: tuple[Outcome, ...] = ("fail", "error")
@@ -203,11 +204,7 @@ def _timelines(steps: Sequence[StepReport], marks: Sequence[tuple[int, str]]) ->
             title="Numbers that were the same at every probed step"
             if len(steps) > 1
             else "Numbers of the probed step",
-            columns=(
-                Column(key="name", title="what"),
-                Column(key="value", title="value", kind="float"),
-                Column(key="steps", title="probed steps", kind="int"),
-            ),
+            columns=declare_columns("name what | value:float | steps:int probed steps"),
             rows=tuple(still),
             detail=True,
         )
@@ -303,12 +300,7 @@ def _changes(steps: Sequence[StepReport]) -> Iterator[Table]:
         yield Table(
             name="changes",
             title="What was said of the step, and where that changed",
-            columns=(
-                STEP_COLUMN,
-                Column(key="name", title="what"),
-                Column(key="before", title="before"),
-                Column(key="after", title="from this step on"),
-            ),
+            columns=declare_columns("step:int | name what | before | after from this step on"),
             rows=tuple(rows),
         )
 
@@ -326,12 +318,6 @@ def _outcomes(steps: Sequence[StepReport]) -> Iterator[Table]:
         yield Table(
             name="outcomes",
             title="Findings, at the steps at which they changed",
-            columns=(
-                STEP_COLUMN,
-                Column(key="finding", title="finding"),
-                Column(key="outcome", title="outcome", kind="outcome"),
-                Column(key="fault", title="fault"),
-                Column(key="sentence", title="what was found"),
-            ),
+            columns=declare_columns("step:int | finding | outcome:outcome | fault | sentence what was found"),
             rows=tuple(rows),
         )

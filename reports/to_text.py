@@ -17,7 +17,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from parity.reports import text_table, words
-from parity.reports.record import Column, Finding, Report, Table, Value
+from parity.reports.record import Finding, Report, Table, Value, declare_columns
 
 STYLES = {
     "pass": "green",
@@ -205,7 +205,7 @@ def _environment(console: Console, report: Report) -> None:
     if report.kind != "env" or not report.environment:
         return
     _section(console, "Environment")
-    columns = (Column(key="name", title="name"), Column(key="value", title="value"))
+    columns = declare_columns("name | value")
     _table(console, Table(name="environment", title="", columns=columns, rows=report.environment))
 
 
@@ -221,7 +221,7 @@ def _conformance(console: Console, report: Report) -> None:
     if report.conformance is None:
         return
     _section(console, "Conformance statement")
-    columns = (Column(key="probe", title="probe"), Column(key="said", title="measured"))
+    columns = declare_columns("probe | said measured")
     _table(console, Table(name="conformance", title="", columns=columns, rows=report.conformance.sentences))
 
 
@@ -230,11 +230,7 @@ def _suspicions(console: Console, report: Report) -> None:
     if not report.suspicions:
         return
     _section(console, f"Suspicions: {words.tally(report.suspicions)}")
-    columns = (
-        Column(key="name", title="suspicion"),
-        Column(key="verdict", title="verdict", kind="outcome"),
-        Column(key="because", title="because"),
-    )
+    columns = declare_columns("name suspicion | verdict:outcome | because")
     rows = tuple(
         (each.name, each.verdict, because) for each, because in words.reasons_once(report.suspicions)
     )

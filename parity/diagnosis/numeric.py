@@ -157,8 +157,9 @@ def quant(case: FailingComparison) -> KindVerdict:
         modules = sorted({key.split(".")[-2] for key in keys})
         return KindResult(
             kinds=("QUANT",),
-            sentence=f"{len(keys)} projections ({shorten_list(modules)}) hold values that are off by little: "
-            f"{series.tap} differs by {series.result.error_rms:.1e} from token {min(found.tokens)} on, norms and decay agree",
+            sentence=f"{len(keys)} projections ({shorten_list(modules)}) hold values that are off by "
+            f"little: {series.tap} differs by {series.result.error_rms:.1e} from token {min(found.tokens)} on, "
+            "norms and decay agree",
             next_step="dump from the precision that will be served, and compare the list of quantised modules "
             "with the checkpoint's",
             evidence=(("projections", len(keys)), ("modules", shorten_list(modules, 6)), *found.evidence()),

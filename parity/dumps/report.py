@@ -12,7 +12,7 @@ from typing import Literal
 
 from parity.dumps.identify import LAST, NEAR_TIE, Identification, SliceMatch, layer_of_tap
 from parity.dumps.pair import ComparablePair, DumpSide
-from parity.reports.record import Column, Finding, Report, Suspicion, Table, Value
+from parity.reports.record import Finding, Report, Suspicion, Table, Value, declare_columns
 from parity.reports.words import count_words, shorten_list
 from parity.tracing.trace import NOT_STATED
 
@@ -389,11 +389,8 @@ def _all_declared(side: DumpSide) -> bool:
 def _table(side: DumpSide, name: str) -> Table:
     """One row a slice."""
     assert side.found is not None, "a table of what was found needs something found"
-    columns = (
-        *(Column(key=key, title=key) for key in ("slice", "declared", "found")),
-        Column(key="distance", title="distance", kind="float"),
-        Column(key="next", title="next"),
-        Column(key="next_distance", title="distance", kind="float"),
+    columns = declare_columns(
+        "slice | declared | found | distance:float | next | next_distance:float distance"
     )
     return Table(
         name=f"{name}.slices.{side.letter}",
