@@ -19,7 +19,7 @@ from parity.comparison.traces import Comparison, compare_traces
 from parity.diagnosis.kinds import diagnose_or_why
 from parity.diagnosis.report import diagnosed_tables_and_findings
 from parity.kernel.sums import PairStats, pair_stats
-from parity.reports.record import Column, Finding, Statement, Table, Value
+from parity.reports.record import Finding, Statement, Table, Value
 from parity.tracing.trace import Trace
 
 CAPTURE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -174,11 +174,6 @@ def relative_l2(a: Trace, b: Trace, tap: str) -> float:
         difference += float(stats.field("dd").sum())
         reference += float(stats.field("bb").sum())
     return (difference / reference) ** 0.5 if reference else float("inf") if difference else 0.0
-
-
-def text_columns(*names: tuple[str, str]) -> tuple[Column, ...]:
-    """Text columns of (key, title)."""
-    return tuple(Column(key=key, title=title) for key, title in names)
 
 
 def evidence_of(**values: Value) -> tuple[tuple[str, Value], ...]:
