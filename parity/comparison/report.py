@@ -8,7 +8,17 @@ name of the fault, and makes the whole a report.
 """
 
 from parity.comparison.records import Comparison, TapResult, TokenPlace
-from parity.reports.record import Chart, Column, Finding, Outcome, Suspicion, Table, Value, Verdict
+from parity.reports.record import (
+    Chart,
+    Finding,
+    Outcome,
+    Suspicion,
+    Table,
+    Value,
+    Verdict,
+    collect_rows,
+    declare_columns,
+)
 from parity.reports.words import count_words, shorten_list
 
 """Names spelled out in a sentence; the table has the rest."""
@@ -305,63 +315,33 @@ def _controls(c: Comparison, name: str) -> Finding:
     )
 
 
-def _number_columns(*names: tuple[str, str]) -> tuple[Column, ...]:
-    """Columns of floats."""
-    return tuple(Column(key=key, title=title, kind="float") for key, title in names)
-
-
 def _layers(c: Comparison, name: str) -> Table:
     """One row a tap."""
-    columns = (
-        Column(key="tap", title="tap"),
-        Column(key="layer_type", title="layer type"),
-        *_number_columns(
-            ("cosine_mean", "cos mean"),
-            ("cosine_min", "cos min"),
-            ("cosine_p01", "cos p01"),
-            ("relative_l2", "rel L2"),
-            ("robust_relative_l2", "robust rel L2"),
-            ("error_rms", "token rms"),
-            ("error_max", "worst token"),
-            ("max_abs", "max abs"),
-            ("mean_abs", "mean abs"),
-            ("mean_a", "mean a"),
-            ("mean_b", "mean b"),
-            ("std_a", "std a"),
-            ("std_b", "std b"),
-        ),
-        Column(key="nonfinite", title="non-finite", unit="elements", kind="int"),
-        Column(key="zero_rows", title="zero rows", unit="on one side", kind="int"),
-        Column(key="outliers", title="massive channels", kind="int"),
-        Column(key="judged_by", title="judged by"),
-        Column(key="times_floor", title="x floor", unit="times the floor", kind="float"),
-        Column(key="times_limit", title="of limit", unit="1 is the limit", kind="float"),
-        Column(key="outcome", title="outcome", kind="outcome"),
+    columns = declare_columns(
+        "tap | layer_type layer type | cosine_mean:float cos mean | cosine_min:float cos min | "
+        "cosine_p01:float cos p01 | relative_l2:float rel L2 | "
+        "robust_relative_l2:float robust rel L2 | error_rms:float token rms | "
+        "error_max:float worst token | max_abs:float max abs | mean_abs:float mean abs | "
+        "mean_a:float mean a | mean_b:float mean b | std_a:float std a | std_b:float std b | "
+        "nonfinite:int non-finite (elements) | zero_rows:int zero rows (on one side) | "
+        "outliers:int massive channels | judged_by judged by | "
+        "times_floor:float x floor (times the floor) | "
+        "times_limit:float of limit (1 is the limit) | outcome:outcome"
     )
-    rows = tuple(
-        (
-            t.tap,
-            t.layer_type or None,
-            t.cosine_mean,
-            t.cosine_min,
-            t.cosine_p01,
-            t.relative_l2,
-            t.robust_relative_l2,
-            t.error_rms,
-            t.error_max,
-            t.max_abs,
-            t.mean_abs,
-            *t.mean,
-            *t.std,
-            sum(t.nonfinite[:2]),
-            t.zero_rows[2],
-            len(t.outliers),
-            t.judgement.judged_by,
-            t.judgement.times_floor,
-            times_limit(t),
-            t.outcome,
-        )
-        for t in c.taps
+    rows = collect_rows(
+        columns,
+        c.taps,
+        layer_type=lambda t: t.layer_type or None,
+        mean_a=lambda t: t.mean[0],
+        mean_b=lambda t: t.mean[1],
+        std_a=lambda t: t.std[0],
+        std_b=lambda t: t.std[1],
+        nonfinite=lambda t: sum(t.nonfinite[:2]),
+        zero_rows=lambda t: t.zero_rows[2],
+        outliers=lambda t: len(t.outliers),
+        judged_by=lambda t: t.judgement.judged_by,
+        times_floor=lambda t: t.judgement.times_floor,
+        times_limit=times_limit,
     )
     again = [tap.tap for tap in c.taps if tap.recomputed]
     note = (
@@ -390,12 +370,8 @@ def _profile(c: Comparison, name: str) -> Table:
             ("floor, rms", tap.floor_rms),
         )
         rows += [(tap.tap, what, value, tap.layer_type or None, tap.outcome) for what, value in points]
-    columns = (
-        Column(key="tap", title="tap"),
-        Column(key="what", title="what"),
-        *_number_columns(("error", "relative L2")),
-        Column(key="layer_type", title="layer type"),
-        Column(key="outcome", title="outcome", kind="outcome"),
+    columns = declare_columns(
+        "tap | what | error:float relative L2 | layer_type layer type | outcome:outcome"
     )
     chart = Chart(
         kind="profile",
@@ -425,12 +401,7 @@ def _heat(c: Comparison, name: str) -> Table:
         for start, value, text in zip(c.heat.starts, values, named, strict=True)
     )
     step = c.heat.starts[1] - c.heat.starts[0] if len(c.heat.starts) > 1 else 1
-    columns = (
-        Column(key="tap", title="tap"),
-        Column(key="token", title="token", unit="position", kind="int"),
-        *_number_columns(("error", "relative L2")),
-        Column(key="text", title="its text"),
-    )
+    columns = declare_columns("tap | token:int (position) | error:float relative L2 | text its text")
     chart = Chart(
         kind="heatmap",
         x="token",
@@ -452,31 +423,25 @@ def _heat(c: Comparison, name: str) -> Table:
 
 def _worst(c: Comparison, name: str) -> Table:
     """The tokens nearest to or furthest beyond their limit."""
-    columns = (
-        Column(key="request", title="request"),
-        Column(key="token", title="token", unit="position", kind="int"),
-        Column(key="token_id", title="id", kind="int"),
-        Column(key="text", title="text"),
-        Column(key="tap", title="worst at"),
-        *_number_columns(("error", "rel L2"), ("cosine", "cosine")),
-        Column(key="times_limit", title="of limit", unit="1 is the limit", kind="float"),
+    columns = declare_columns(
+        "request | token:int (position) | token_id:int id | text | tap worst at | "
+        "error:float rel L2 | cosine:float | times_limit:float of limit (1 is the limit)"
     )
     return Table(
         name=f"{name}.worst",
         title="Worst tokens",
         columns=columns,
-        rows=tuple(
-            (p.request, p.token, p.token_id, p.text, p.tap, p.error, p.cosine, p.times_limit) for p in c.worst
-        ),
+        rows=collect_rows(columns, c.worst),
     )
 
 
 def _unpaired_table(c: Comparison, name: str) -> Table:
     """Everything without an equal partner."""
+    columns = declare_columns("kind | side | name | detail")
     return Table(
         name=f"{name}.unpaired",
         title="Without an equal partner",
         caption="Each of these counts as a failure.",
-        columns=tuple(Column(key=key, title=key) for key in ("kind", "side", "name", "detail")),
-        rows=tuple((item.kind, item.side, item.name, item.detail) for item in c.unpaired),
+        columns=columns,
+        rows=collect_rows(columns, c.unpaired),
     )

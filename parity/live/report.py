@@ -21,7 +21,7 @@ from parity.diagnosis.records import MEANING, Diagnosis
 from parity.errors import ParityError
 from parity.live.experiments import EXPERIMENTS
 from parity.live.harness import LAYERS, ExperimentResult, ExperimentTrial, Harness, layer_depth
-from parity.reports.record import Column, Finding, Report, Suspicion, Table, Value
+from parity.reports.record import Finding, Report, Suspicion, Table, Value, declare_columns
 
 TOKENS = 150
 """Tokens of the request where none is given: beyond two chunks of the delta rule."""
@@ -288,15 +288,9 @@ def _trials(trials: Sequence[ExperimentTrial]) -> Table:
                 "",
             )
         )
-    columns = (
-        Column(key="experiment", title="experiment"),
-        Column(key="trial", title="trial"),
-        Column(key="tap", title="first tap outside, or nearest"),
-        Column(key="token", title="token", unit="position", kind="int"),
-        Column(key="error", title="worst token", unit="relative L2", kind="float"),
-        Column(key="limit", title="limit", kind="float"),
-        Column(key="outcome", title="outcome", kind="outcome"),
-        Column(key="because", title="because"),
+    columns = declare_columns(
+        "experiment | trial | tap first tap outside, or nearest | token:int (position) | "
+        "error:float worst token (relative L2) | limit:float | outcome:outcome | because"
     )
     return Table(
         name="live.trials",
