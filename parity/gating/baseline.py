@@ -14,7 +14,16 @@ from parity.errors import NothingComparable
 from parity.gating import environment
 from parity.gating.conformance import compare_statements
 from parity.policy import GateRules, matches
-from parity.reports.record import WORST_FIRST, Column, Conformance, Finding, Outcome, Report, Table, Value
+from parity.reports.record import (
+    WORST_FIRST,
+    Conformance,
+    Finding,
+    Outcome,
+    Report,
+    Table,
+    Value,
+    declare_columns,
+)
 from parity.reports.words import shorten_list
 
 WIRING = (
@@ -198,15 +207,10 @@ def _taps(report: Report, baseline: Report, rules: GateRules) -> Part:
         (*key, *(side[key][c] for side, c in numbers), grown[key], "fail" if key in worse else "pass")
         for key in sorted(shared, key=lambda key: (key not in worse, -grown[key]))
     )
-    columns = (
-        Column(key="table", title="table"),
-        Column(key="tap", title="tap"),
-        Column(key="rms_then", title="token rms then", kind="float"),
-        Column(key="cosine_then", title="min cos then", kind="float"),
-        Column(key="rms_now", title="token rms now", kind="float"),
-        Column(key="cosine_now", title="min cos now", kind="float"),
-        Column(key="times", title="times", kind="float"),
-        Column(key="outcome", title="outcome", kind="outcome"),
+    columns = declare_columns(
+        "table | tap | rms_then:float token rms then | cosine_then:float min cos then | "
+        "rms_now:float token rms now | cosine_now:float min cos now | times:float | "
+        "outcome:outcome"
     )
     table = Table(
         name="baseline.taps",
@@ -273,12 +277,7 @@ def _wiring(
     table = Table(
         name="baseline.wiring",
         title="What changed in the wiring",
-        columns=(
-            Column(key="finding", title="finding"),
-            Column(key="what", title="what"),
-            Column(key="then", title="then"),
-            Column(key="now", title="now"),
-        ),
+        columns=declare_columns("finding | what | then | now"),
         rows=tuple((c.finding, c.what, c.before, c.now) for c in changes),
     )
     finding = Finding(
