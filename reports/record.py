@@ -15,11 +15,14 @@ A table is declared in one line: its columns as a header, its rows from records 
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar, get_args, get_type_hints
+from typing import Literal, TypeVar, get_args
 
 Outcome = Literal["pass", "fail", "warn", "skipped", "error"]
 """pass: compared, and within the limit. fail: compared, and outside. warn: worth a look, does not fail.
 skipped: not compared, because something is missing. error: the probe broke, or has no power here."""
+
+ColumnKind = Literal["text", "int", "float", "outcome", "flag"]
+"""How a column's cells are to be read."""
 
 Verdict = Literal["ruled out", "found", "not tested"]
 """The three answers to a suspicion."""
@@ -40,7 +43,7 @@ class Column:
     """What a person reads above the column."""
     unit: str = ""
     """Unit or definition in a few words, for example `relative L2` or `s`."""
-    kind: Literal["text", "int", "float", "outcome", "flag"] = "text"
+    kind: ColumnKind = "text"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +218,7 @@ class StepReport:
     """What the probes added to this step, in seconds of the step's own process."""
 
 
-COLUMN_KINDS = get_args(get_type_hints(Column)["kind"])
+_KINDS: dict[str, ColumnKind] = {kind: kind for kind in get_args(ColumnKind)}
 _COLUMN = re.compile(r"(\w+)(?::(\w+))?(?:\s+(.+?))??(?:\s+\(([^()]*)\))?")
 """`key:kind title (unit)`; all but the key may be absent."""
 
@@ -232,19 +235,17 @@ def declare_columns(header: str) -> tuple[Column, ...]:
     Raises:
         ValueError: A column that is not of that form, with a kind that no column has, or with the key of another.
     """
-    columns = []
+    columns: list[Column] = []
     for text in header.split("|"):
         match = _COLUMN.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"{text.strip()!r} declares no column: write `key:kind title (unit)`")
         key, kind, title, unit = match.groups()
-        if kind is not None and kind not in COLUMN_KINDS:
-            raise ValueError(
-                f"column {key!r} has the kind {kind!r}, which is none of {', '.join(COLUMN_KINDS)}"
-            )
+        if kind is not None and kind not in _KINDS:
+            raise ValueError(f"column {key!r} has the kind {kind!r}, which is none of {', '.join(_KINDS)}")
         if any(column.key == key for column in columns):
             raise ValueError(f"two columns have the key {key!r}")
-        columns.append(Column(key=key, title=title or key, unit=unit or "", kind=kind or "text"))
+        columns.append(Column(key=key, title=title or key, unit=unit or "", kind=_KINDS[kind or "text"]))
     return tuple(columns)
 
 

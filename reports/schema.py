@@ -15,7 +15,6 @@ a change here. Rules of the format:
 """
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from parity.errors import ParityError
+from parity.reading import ForeignLiteral, decode_json
 from parity.reports.record import Conformance, Report, StepReport, Table, Value
 
 NUMBER = 1
@@ -108,11 +108,6 @@ def conformance_from_dict(data: object, *, source: str = "the data given") -> Co
     return made
 
 
-def parse_json(text: str, source: str) -> object:
-    """The JSON in a text. Raises ParityError for what is none."""
-    return _parse_text(text, source)
-
-
 def _refusal(source: str, what: str, damage: _Damaged) -> ParityError:
     return ParityError(
         f"read {source} as {what}",
@@ -127,7 +122,7 @@ def read_report(source: str | Path) -> Report:
     Raises ParityError where there is no file, no JSON, or no report.
     """
     if isinstance(source, str) and source.lstrip()[:1] == "{":
-        return from_dict(_parse_text(source, "the text given"), source="the text given")
+        return from_dict(parse_json(source, "the text given"), source="the text given")
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")
@@ -138,25 +133,28 @@ def read_report(source: str | Path) -> Report:
     except OSError as error:
         found = error.strerror or str(error)
         raise ParityError(f"read {path} as a report", found, "check the path; commands print it") from None
-    return from_dict(_parse_text(text, str(path)), source=str(path))
+    return from_dict(parse_json(text, str(path)), source=str(path))
 
 
-def _parse_text(text: str, source: str) -> object:
-    """The JSON in a text; refuses the literals NaN and Infinity, which are no JSON."""
+def parse_json(text: str, source: str) -> object:
+    """The JSON in a text.
 
-    def refuse(literal: str) -> float:
-        raise ParityError(
-            f"read {source} as a report",
-            f"the literal {literal}, which is no JSON",
-            "give the file as parity wrote it; another program has changed it",
-        )
+    Args:
+        text: The text.
+        source: Where it came from, for the message.
 
+    Raises:
+        ParityError: No JSON in it, or the literals NaN and Infinity, which are none.
+    """
     try:
-        return json.loads(text, parse_constant=refuse)
-    except (json.JSONDecodeError, RecursionError) as error:
+        return decode_json(text)
+    except ForeignLiteral as error:
+        found = f"the literal {error.literal}, which is no JSON"
+        do = "give the file as parity wrote it; another program has changed it"
+    except ValueError as error:
         found = "nothing in it" if not text.strip() else f"no JSON ({str(error)[:120]})"
         do = "give a whole report.json; this one may be cut short"
-        raise ParityError(f"read {source} as a report", found, do) from None
+    raise ParityError(f"read {source} as a report", found, do)
 
 
 class _Foreign(Exception):

@@ -8,7 +8,6 @@ A `DumpTrace` is a `Trace` whose tensors lie in another tool's files, so everyth
 a dump does not say (target, weights, backend) its manifest does not claim: see `parity.tracing.trace.NOT_STATED`.
 """
 
-import json
 from collections.abc import Mapping as Names
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from parity.dumps.mapping import Format, Mapping, RowAlignment, SideMap
 from parity.dumps.trace import DumpTrace as DumpTrace
 from parity.dumps.trace import dump_of, state_width, unsplit
 from parity.errors import NothingComparable, ParityError
+from parity.reading import read_json
 from parity.tracing.trace import MANIFEST, PARTIAL, SKETCH_SCHEMA, TRACE_SCHEMA, RequestEntry, Trace
 
 Letter = Literal["a", "b"]
@@ -77,8 +77,8 @@ def is_trace(path: Path) -> bool:
     if not path.is_dir() or not manifest.is_file():
         return False
     try:
-        data = json.loads(manifest.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        data = read_json(manifest, "the manifest", "")
+    except ParityError:
         return any(path.glob("request-*.safetensors"))
     ours = (TRACE_SCHEMA.partition("/")[0], SKETCH_SCHEMA.partition("/")[0])
     return isinstance(data, dict) and str(data.get("schema")).startswith(ours)
