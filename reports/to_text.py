@@ -8,6 +8,7 @@ columns. Texts are shown as they are, with controls spelled out, so that no repo
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from io import StringIO
 
 from rich.cells import cell_len
@@ -62,18 +63,16 @@ def paint(report: Report, *, width: int = 80, colour: bool = False) -> str:
             ("conformance", _conformance),
             ("suspicions", _suspicions),
         ):
-            _print_or_say(console, name, lambda part=part: part(console, report))  # type: ignore[misc]
+            _print_part(console, name, partial(part, console, report))
     painted = [line.rstrip() for line in capture.get().splitlines()]
     return "\n".join(painted).strip("\n") + "\n"
 
 
-def _print_or_say(console: Console, name: str, paint_part: Callable[[], None]) -> None:
-    """Paints one part; where that raises, says so in its place and lets the rest go on."""
-    try:
-        paint_part()
-    except Exception as error:  # a report is still worth reading without the part that broke
-        text = f"{name}: not painted ({type(error).__name__}: {error})"
-        console.print(Text(words.plain(text), style=STYLES["error"]))
+def _print_part(console: Console, name: str, print_part: Callable[[], None]) -> None:
+    """Prints one part, or what broke in its place."""
+    words.paint_or_say(
+        name, print_part, lambda text: console.print(Text(words.plain(text), style=STYLES["error"]))
+    )
 
 
 def _section(console: Console, title: str) -> None:
@@ -101,7 +100,7 @@ def _findings(console: Console, report: Report) -> None:
     for index, finding in enumerate(words.worst_first(report.findings)):
         if index and finding.outcome != "pass":
             console.print()
-        _print_or_say(console, finding.name, lambda finding=finding: _finding(console, finding))  # type: ignore[misc]
+        _print_part(console, finding.name, partial(_finding, console, finding))
 
 
 def _finding(console: Console, finding: Finding) -> None:
@@ -170,7 +169,7 @@ def _tables(console: Console, report: Report) -> None:
         if table.detail:
             continue
         _section(console, words.plain(table.title))
-        _print_or_say(console, table.name, lambda table=table: _table(console, table))  # type: ignore[misc]
+        _print_part(console, table.name, partial(_table, console, table))
     details = [table for table in report.tables if table.detail]
     if details:
         rows = words.count_words(sum(len(table.rows) for table in details), "row")

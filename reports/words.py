@@ -5,7 +5,8 @@ Painters call this; nothing here knows a medium. Standard library only.
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from parity.reports.record import WORST_FIRST, Column, Finding, Outcome, Report, Suspicion, Table, Value
 
@@ -73,6 +74,16 @@ def number(value: float, *, scientific: bool = False, trim: bool = True) -> str:
     if trim and "." in text and math.isclose(float(text) * scale, value, rel_tol=1e-12):
         text = text.rstrip("0").rstrip(".")
     return text if scale == 1.0 else f"{text}e{int(exponent)}"
+
+
+def format_number(value: float, digits: int = 2) -> str:
+    """A measured number for a sentence, by default with two digits: `0.0045`, `1.2e-06`, `inf`.
+
+    Args:
+        value: The number.
+        digits: Significant digits; trailing zeros are dropped.
+    """
+    return f"{value:.{digits}g}"
 
 
 def cell(value: Value, *, scientific: bool = False, trim: bool = True) -> str:
@@ -186,6 +197,23 @@ def reasons_once(suspicions: Sequence[Suspicion]) -> list[tuple[Suspicion, str]]
         for group in groups.values()
         for position, each in enumerate(group)
     ]
+
+
+Painted = TypeVar("Painted")
+
+
+def paint_or_say(name: str, paint_part: Callable[[], Painted], say: Callable[[str], Painted]) -> Painted:
+    """A painted part; where painting raises, a sentence in its place: the rest of a report is still worth reading.
+
+    Args:
+        name: What the part is called in that sentence.
+        paint_part: Paints the part.
+        say: Makes of the sentence, which is not yet made plain, what the painter shows.
+    """
+    try:
+        return paint_part()
+    except Exception as error:
+        return say(f"{name}: not painted ({type(error).__name__}: {error})")
 
 
 def label(outcome: Outcome | str) -> str:

@@ -8,7 +8,9 @@ from parity.reports.record import Column, collect_rows, declare_columns
 
 
 def test_a_header_declares_key_kind_title_and_unit() -> None:
-    header = "tap | layer_type layer type | token:int token (position) | error:float rel L2 | times:float (limits)"
+    header = (
+        "tap | layer_type layer type | token:int token (position) | error:float rel L2 | times:float (limits)"
+    )
     assert declare_columns(header) == (
         Column(key="tap", title="tap"),
         Column(key="layer_type", title="layer type"),

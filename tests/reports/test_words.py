@@ -135,3 +135,21 @@ def test_a_list_has_its_own_separators() -> None:
 def test_a_number_has_the_noun_that_fits() -> None:
     assert [words.count_words(count, "tap") for count in (0, 1, 2)] == ["0 taps", "1 tap", "2 taps"]
     assert words.count_words(2, "finding is", "findings are") == "2 findings are"
+
+
+def test_what_breaks_is_named_in_its_place() -> None:
+    def broken() -> str:
+        raise KeyError("gone")
+
+    assert words.paint_or_say("head", lambda: "painted", str.upper) == "painted"
+    assert words.paint_or_say("head", broken, str.upper) == "HEAD: NOT PAINTED (KEYERROR: 'GONE')"
+
+
+def test_a_number_in_a_sentence_has_two_digits_unless_more_are_given() -> None:
+    assert [words.format_number(value) for value in (0.004512, 1.25e-6, 3.0, math.inf)] == [
+        "0.0045",
+        "1.2e-06",
+        "3",
+        "inf",
+    ]
+    assert words.format_number(0.004512, 3) == "0.00451"
