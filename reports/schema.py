@@ -229,7 +229,7 @@ def _encode(item: object, where: str) -> Any:
 
 def _decode(hint: Any, data: object, where: str) -> object:
     """`data` as the type `hint`, which is one of those that `reports.record` uses."""
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _decode_record(hint, data, where)
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
@@ -342,8 +342,8 @@ def _describe_record(kind: type, definitions: Described, **first: object) -> Des
 def _describe(hint: Any, definitions: Described) -> Described:
     """The schema of one type that `reports.record` uses."""
     origin, args = get_origin(hint), get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        name = getattr(hint, "__name__", "record").lower()
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        name = hint.__name__.lower()
         if name not in definitions:
             definitions[name] = {}  # holds the place, should a record ever contain itself
             definitions[name] = _describe_record(hint, definitions)

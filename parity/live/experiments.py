@@ -183,7 +183,7 @@ def check_state_leak(lab: Harness) -> ExperimentResult:
 
 def crop(lab: Harness) -> ExperimentResult:
     """Drafted tokens computed with a cache, taken back, and the request continued."""
-    from parity.model.target.input_layouts import new_cache
+    from parity.model.target.forward import new_cache
 
     ids, base = lab.ids, lab.alone(lab.ids)
     drafted = tuple(reversed(ids[:DRAFTED]))
@@ -363,7 +363,7 @@ def check_positions(lab: Harness) -> ExperimentResult:
 def check_operators(lab: Harness) -> ExperimentResult:
     """The linear layers' operators, as they were called, against fp64 recurrences; then with one policy switched."""
     from parity.live.formulas import operator_formulas as against
-    from parity.model.target.load import forward
+    from parity.model.target.forward import forward
 
     if not lab.target.linear:
         return _nothing("operators", "no linear-attention layer")

@@ -134,7 +134,9 @@ def _lab(model: Any, ids: Sequence[int] | None, dtype: str, backend: str, loader
 
     prepare(backend)
     choice = parse_backend(backend)
-    from parity.model.target.load import Target, TargetSpec, load_target, select_taps
+    from parity.model.target.load import Target, load_target
+    from parity.model.target.spec import TargetSpec
+    from parity.model.target.taps import select_taps
 
     target = model
     if not isinstance(model, Target):
