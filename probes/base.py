@@ -15,7 +15,7 @@ from parity.comparison.tolerance import Floor
 from parity.comparison.traces import Comparison, compare_traces
 from parity.diagnosis.kinds import diagnose_or_why
 from parity.diagnosis.report import diagnosed_tables_and_findings
-from parity.reports.record import Column, Finding, Statement, Table, Value
+from parity.reports.record import Finding, Statement, Table, Value
 from parity.tracing.trace import Trace
 
 CAPTURE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -188,11 +188,6 @@ def compare_pair(
     reference = evidence.traces[golden] if golden else None
     comparison = compare_traces(one, two, floor=floor, taps=taps, golden=reference)
     return PairAnswer(comparison=comparison, name=name, a=one, b=two)
-
-
-def text_columns(*names: tuple[str, str]) -> tuple[Column, ...]:
-    """Return text columns of (key, title)."""
-    return tuple(Column(key=key, title=title) for key, title in names)
 
 
 def evidence_of(**values: Value) -> tuple[tuple[str, Value], ...]:

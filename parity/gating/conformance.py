@@ -17,7 +17,7 @@ from pathlib import Path
 from parity.errors import ParityError
 from parity.files import write_atomically
 from parity.reports import schema
-from parity.reports.record import Column, Conformance, Finding, Report, Statement, Table, Value
+from parity.reports.record import Conformance, Finding, Report, Statement, Table, Value, declare_columns
 
 SAME_PART, SAME_SIZE, SAME_SHARE = 0.02, 1e-4, 5e-3
 """Two measured numbers are the same fact where they differ by at most 2 % of the larger, or by at most 1e-4; two shares
@@ -143,13 +143,10 @@ def compare_statements(a: Conformance, b: Conformance) -> Report:
         findings.append(_finding(name, pair[0], pair[1]))
         rows += _rows(name, pair[0], pair[1])
     # Every fact of both, also those that are not compared.
-    columns = (("probe", "probe"), ("fact", "fact"), ("a", "A"), ("b", "B"), ("same", "same"))
     table = Table(
         name="facts",
         title="Facts of both statements",
-        columns=tuple(
-            Column(key=key, title=title, kind="flag" if key == "same" else "text") for key, title in columns
-        ),
+        columns=declare_columns("probe | fact | a A | b B | same:flag"),
         rows=tuple(rows),
         caption="Measurements move with the weights: they are shown and not compared.",
         detail=all(finding.outcome == "pass" for finding in findings),
