@@ -1,7 +1,7 @@
 """Checkpoints that other readers accept: z-lab's layout (SpecForge writes the same) and speculators 0.9.0's.
 
-    save_zlab("out", drafter, Wiring.of(target, layers))
-    save_speculators("out", drafter, Wiring.of(target, layers), head=ends.head)
+    save_zlab("out", drafter, TargetLayers.of(target, layers))
+    save_speculators("out", drafter, TargetLayers.of(target, layers), head=ends.head)
     drafter = load_checkpoint("out").drafter
 
 A checkpoint is a folder with config.json and model.safetensors; the body's tensors have the same names in both
