@@ -19,7 +19,7 @@ class RandomState(TypedDict, total=False):
     """State of the generators that a step could draw from without an argument that shows it."""
 
     torch: Tensor
-    numpy: Mapping[str, object]
+    numpy: dict[str, object]
     python: tuple[object, ...]
     cuda: Tensor
     """Of the current device; absent where CUDA is not in use."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from parity.capturing.client import Worker, WorkerCrash, capture_with, tokenize
 from parity.commands.plan import OPERATORS, CaptureStep
@@ -161,7 +161,8 @@ class CaptureRun:
     def _capture(self, worker: Worker, step: CaptureStep) -> None:
         """Make one trace, and record operator calls where a probe needs them."""
         out, calls = self.folder / step.name, self.folder / f"{step.name}.operators.safetensors"
-        spec, options = dict(step.spec), dict(step.options)
+        spec: dict[str, object] = dict(step.spec)
+        options: dict[str, Any] = dict(step.options)
         if step.wrapped:
             spec["model"] = str(self.folder / "wrapped")
         if step.local_from is not None:
