@@ -4,8 +4,8 @@
         print(step.worker, step.name)           # torch torch.fp32, torch torch.fp32.rerun, ...
 
 A probe's entry names what it reads (`needs` in `parity.probes.table`): captures (`torch.fp32`), recorded operator calls
-(`torch.fp32.operators`) and floors (`floor.fp32`: what a rerun and another batch size change). `CAPTURE_STEPS` tells how
-each capture is made and what has to be made before it. Nothing here runs anything: `parity.commands.gather` does.
+(`torch.fp32.operators`) and floors (`floor.fp32`: what a rerun and another batch size change). `CAPTURE_STEPS`
+tells how each capture is made and what has to be made before it. Nothing runs here: `parity.commands.gather` does.
 """
 
 from collections.abc import Callable, Iterable, Mapping
