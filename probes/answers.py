@@ -6,14 +6,14 @@ return make_probe_answer("noise", "gaussian noise, std .03", [fault], facts={"no
 
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parity.probes.base import ProbeAnswer
 from parity.probes.deviations import deviation
 from parity.reports.record import WORST_FIRST, Finding, Outcome, Statement, Table, Value
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FoundDeviation:
     """A deviation that a probe found."""
 
@@ -21,7 +21,8 @@ class FoundDeviation:
     """A row of `parity.probes.deviations`."""
     measured: str
     """The measured numbers in words; follows the row's own sentence."""
-    evidence: tuple[tuple[str, Value], ...] = ()
+    evidence: Mapping[str, Value] = field(default_factory=dict)
+    """Measured numbers by their names in the report."""
     outcome: Outcome = "fail"
 
 
@@ -50,7 +51,7 @@ def make_probe_answer(
             outcome=fault.outcome,
             sentence=f"{deviation(fault.name).sentence}: {fault.measured}",
             fault=fault.name,
-            evidence=fault.evidence,
+            evidence=tuple(fault.evidence.items()),
             next_step=deviation(fault.name).do,
             tables=shown,
         )

@@ -11,15 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol, TypedDict
 
-import numpy as np
-from numpy.typing import NDArray
-
 from parity.comparison.tolerance import Floor
 from parity.comparison.traces import Comparison, compare_traces
 from parity.diagnosis.kinds import diagnose_or_why
 from parity.diagnosis.report import diagnosed_tables_and_findings
-from parity.kernel.sums import PairStats, pair_stats
-from parity.reports.record import Column, Finding, Statement, Table, Value
+from parity.reports.record import Finding, Statement, Table, Value
 from parity.tracing.trace import Trace
 
 CAPTURE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -192,29 +188,6 @@ def compare_pair(
     reference = evidence.traces[golden] if golden else None
     comparison = compare_traces(one, two, floor=floor, taps=taps, golden=reference)
     return PairAnswer(comparison=comparison, name=name, a=one, b=two)
-
-
-def token_errors(stats: PairStats) -> NDArray[np.float64]:
-    """[tokens] |a - b| / |b|; inf for a token with an element that is not finite on either side."""
-    bad = stats.field("bad_a") + stats.field("bad_b") > 0
-    return np.where(bad, np.inf, stats.relative_l2())
-
-
-def relative_l2(a: Trace, b: Trace, tap: str) -> float:
-    """Return |a - b| / |b| of one tap over all requests both hold, as one vector; dtypes may differ."""
-    difference = reference = 0.0
-    for request in b.requests:
-        stats = pair_stats(a.tensor(request.id, tap), b.tensor(request.id, tap), full=False)
-        if stats.field("bad_a").any() or stats.field("bad_b").any():
-            return float("inf")
-        difference += float(stats.field("dd").sum())
-        reference += float(stats.field("bb").sum())
-    return (difference / reference) ** 0.5 if reference else float("inf") if difference else 0.0
-
-
-def text_columns(*names: tuple[str, str]) -> tuple[Column, ...]:
-    """Return text columns of (key, title)."""
-    return tuple(Column(key=key, title=title) for key, title in names)
 
 
 def evidence_of(**values: Value) -> tuple[tuple[str, Value], ...]:

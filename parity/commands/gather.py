@@ -161,8 +161,7 @@ class CaptureRun:
     def _capture(self, worker: Worker, step: CaptureStep) -> None:
         """Make one trace, and record operator calls where a probe needs them."""
         out, calls = self.folder / step.name, self.folder / f"{step.name}.operators.safetensors"
-        spec: dict[str, object] = dict(step.spec)
-        options: dict[str, Any] = dict(step.options)
+        spec, options = dict(step.spec), dict[str, Any](step.options)
         if step.wrapped:
             spec["model"] = str(self.folder / "wrapped")
         if step.local_from is not None:

@@ -15,13 +15,22 @@ from parity.gating import environment
 from parity.gating.conformance import compare_statements, list_changed_facts
 from parity.policy import GateRules, matches
 from parity.probes.table import TABLE
-from parity.reports.record import WORST_FIRST, Column, Conformance, Finding, Outcome, Report, Table, Value
+from parity.reports.record import (
+    WORST_FIRST,
+    Conformance,
+    Finding,
+    Outcome,
+    Report,
+    Table,
+    Value,
+    declare_columns,
+)
+from parity.reports.words import shorten_list
 
 WIRING = {entry.name for entry in TABLE if entry.states_wiring} | {"recipe", "conformance"}
 """First parts of the names of findings whose evidence states what a trainer does; the last two are a training run's."""
 NOT_WIRING = ("first step", "last step", "last step in order")
 """Evidence that tells when a step was probed, not what it did."""
-LISTED_CHANGES = 4
 JUDGED = {"tap", "error_rms", "error_max", "cosine_min"}
 """Columns of a table whose rows are taps that a comparison judged."""
 
@@ -80,12 +89,6 @@ def compare_with_baseline(
 Part = tuple[tuple[Finding, ...], tuple[Table, ...]]
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:LISTED_CHANGES]) + (
-        f" and {len(names) - LISTED_CHANGES} more" if len(names) > LISTED_CHANGES else ""
-    )
-
-
 def _missing(report: Report, baseline: Report, judged: Mapping[str, Outcome], rules: GateRules) -> Finding:
     """Is everything still answered that the baseline answered?"""
     # Findings that are gone, findings that are skipped now and may not be, and taps.
@@ -115,7 +118,7 @@ def _missing(report: Report, baseline: Report, judged: Mapping[str, Outcome], ru
         name="baseline.missing",
         outcome="fail",
         evidence=evidence,
-        sentence=f"the baseline answered what this report does not: {_few(lost)}",
+        sentence=f"the baseline answered what this report does not: {shorten_list(lost)}",
         next_step="find out why it no longer runs, or make a new baseline if it was removed on purpose",
     )
 
@@ -148,7 +151,7 @@ def _outcomes(then: Mapping[str, Finding], judged: Mapping[str, Outcome]) -> Fin
         name="baseline.outcomes",
         outcome="fail" if severe else "warn",
         evidence=evidence,
-        sentence=f"worse than in the baseline: {_few(named)}",
+        sentence=f"worse than in the baseline: {shorten_list(named)}",
         next_step="look at what changed between the two, `baseline.environment` first",
     )
 
@@ -201,15 +204,10 @@ def _taps(report: Report, baseline: Report, rules: GateRules) -> Part:
         (*key, *(side[key][c] for side, c in numbers), grown[key], "fail" if key in worse else "pass")
         for key in sorted(shared, key=lambda key: (key not in worse, -grown[key]))
     )
-    columns = (
-        Column(key="table", title="table"),
-        Column(key="tap", title="tap"),
-        Column(key="rms_then", title="token rms then", kind="float"),
-        Column(key="cosine_then", title="min cos then", kind="float"),
-        Column(key="rms_now", title="token rms now", kind="float"),
-        Column(key="cosine_now", title="min cos now", kind="float"),
-        Column(key="times", title="times", kind="float"),
-        Column(key="outcome", title="outcome", kind="outcome"),
+    columns = declare_columns(
+        "table | tap | rms_then:float token rms then | cosine_then:float min cos then | "
+        "rms_now:float token rms now | cosine_now:float min cos now | times:float | "
+        "outcome:outcome"
     )
     table = Table(
         name="baseline.taps",
@@ -279,12 +277,7 @@ def _wiring(
     table = Table(
         name="baseline.wiring",
         title="What changed in the wiring",
-        columns=(
-            Column(key="finding", title="finding"),
-            Column(key="what", title="what"),
-            Column(key="then", title="then"),
-            Column(key="now", title="now"),
-        ),
+        columns=declare_columns("finding | what | then | now"),
         rows=tuple((c.finding, c.what, c.before, c.now) for c in changes),
     )
     finding = Finding(
@@ -325,7 +318,7 @@ def _statements(now: Conformance, then: Conformance, rules: GateRules) -> Part:
         name="baseline.wiring",
         outcome=rules.wiring_changes,
         fault="conformance-changed",
-        sentence="the wiring changed: " + _few([f"{each.name}: {each.sentence}" for each in changed]),
+        sentence="the wiring changed: " + shorten_list([f"{each.name}: {each.sentence}" for each in changed]),
         evidence=evidence,
         tables=("baseline.wiring",),
         next_step="if it was meant, make a new baseline; if not, look at what was merged since",
@@ -378,7 +371,7 @@ def _subject(report: Report, baseline: Report) -> Part:
         name="baseline.subject",
         outcome="warn" if other else "pass",
         evidence=evidence,
-        sentence=f"the two reports are about other things: {_few([f'{k}: {v}' for k, v in evidence])}"
+        sentence=f"the two reports are about other things: {shorten_list([f'{k}: {v}' for k, v in evidence])}"
         if other
         else f"both reports are about the same thing ({len(keys)} properties compared)",
         next_step="make a baseline of the same target, prompts and dtypes" if other else "",

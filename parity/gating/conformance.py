@@ -1,6 +1,6 @@
 """The conformance statement: what a trainer's wiring was measured to be, beside its checkpoint, compared later.
 
-    save(conformance, Path("run/conformance.json"))
+    save_conformance(conformance, Path("run/conformance.json"))
     report = compare_statements(read(old), read(new))
 
 Two statements are compared fact by fact (`list_changed_facts`, which gate, watch and compare share). A fact that only
@@ -10,14 +10,14 @@ weights are no facts of the wiring (`MEASUREMENTS`).
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from parity.errors import ParityError
+from parity.files import write_atomically
 from parity.reports import schema
-from parity.reports.record import Column, Conformance, Finding, Report, Statement, Table, Value
+from parity.reports.record import Conformance, Finding, Report, Statement, Table, Value, declare_columns
 
 SAME_PART, SAME_SIZE, SAME_SHARE = 0.02, 1e-4, 5e-3
 """Two measured numbers are the same fact where they differ by at most 2 % of the larger, or by at most 1e-4; two shares
@@ -82,9 +82,7 @@ def is_same_value(a: Value, b: Value) -> bool:
 def save_conformance(conformance: Conformance, file: Path) -> None:
     """Write it as JSON, whole or not at all."""
     text = json.dumps(schema.conformance_to_dict(conformance), indent=1, ensure_ascii=False)
-    temporary = file.with_name(file.name + ".writing")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, file)
+    write_atomically(file, text + "\n")
 
 
 def read_conformance(file: str | Path) -> Conformance:
@@ -145,13 +143,10 @@ def compare_statements(a: Conformance, b: Conformance) -> Report:
         findings.append(_finding(name, pair[0], pair[1]))
         rows += _rows(name, pair[0], pair[1])
     # Every fact of both, also those that are not compared.
-    columns = (("probe", "probe"), ("fact", "fact"), ("a", "A"), ("b", "B"), ("same", "same"))
     table = Table(
         name="facts",
         title="Facts of both statements",
-        columns=tuple(
-            Column(key=key, title=title, kind="flag" if key == "same" else "text") for key, title in columns
-        ),
+        columns=declare_columns("probe | fact | a A | b B | same:flag"),
         rows=tuple(rows),
         caption="Measurements move with the weights: they are shown and not compared.",
         detail=all(finding.outcome == "pass" for finding in findings),

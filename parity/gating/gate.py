@@ -18,6 +18,7 @@ from parity.gating.baseline import compare_with_baseline, list_judged_taps
 from parity.policy import Bounds, ExpectedFailure, FindingRules, GateRules, Policy, TapLimits, matches
 from parity.reports import from_steps
 from parity.reports.record import Finding, Outcome, Report, Table, Value
+from parity.reports.words import shorten_list
 
 LIMIT_NOTE = {
     "min_cosine": ("cosine_min", "below"),
@@ -186,17 +187,11 @@ def _tap_rule(glob: str, limits: TapLimits, report: Report, policy: Policy) -> F
             name=name,
             outcome="fail",
             evidence=evidence,
-            sentence=_few(outside),
+            sentence=shorten_list(outside, separator="; ", last="; and "),
             next_step="see that tap in the report's table; raise a limit only with a reason",
         )
     said = ", ".join(f"{key} {value:g}" for key, value in limits.model_dump(exclude_none=True).items())
     return Finding(name=name, outcome="pass", evidence=evidence, sentence=f"{count} taps are within {said}")
-
-
-def _few(texts: Sequence[str]) -> str:
-    return "; ".join(texts[:LISTED_FINDINGS]) + (
-        f"; and {len(texts) - LISTED_FINDINGS} more" if len(texts) > LISTED_FINDINGS else ""
-    )
 
 
 def _names_tap(glob: str, table: str, tap: str) -> bool:
@@ -250,7 +245,7 @@ def _finding_rule(glob: str, rule: FindingRules, report: Report) -> Finding:
             name=name,
             outcome="fail",
             evidence=evidence,
-            sentence=_few(problems),
+            sentence=shorten_list(problems, separator="; ", last="; and "),
             next_step="see the finding in the report; names of findings and evidence are as the report writes them",
         )
     return Finding(

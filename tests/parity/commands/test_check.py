@@ -302,7 +302,7 @@ def test_crash_of_the_reference_is_a_finding(
     def dying(self: Worker, do: str, *args: object, **job: object) -> object:
         if self.backend == "torch" and do == "describe":
             os.kill(self._process.pid, signal.SIGSEGV)
-        return original(self, do, *args, **job)  # type: ignore[arg-type]
+        return original(self, do, *args, **job)  # type: ignore[call-overload]
 
     monkeypatch.setattr(Worker, "call", dying)
     report = check.check(model=str(hybrid), prompts=tmp_path / "p.jsonl")
