@@ -3,7 +3,8 @@
 Every command is also a function that returns records:
 
     import parity
-    report = parity.check(out="parity-report")
+    report = parity.check(recipe="recipe.yaml")
+    print(report.outcome)
 
 Names are looked up when they are first used, so that importing parity never imports torch.
 """

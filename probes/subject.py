@@ -16,7 +16,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -623,7 +623,7 @@ def _answer(
     return made, ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FoundDeviation:
     """A deviation that a probe found."""
 
@@ -631,7 +631,7 @@ class FoundDeviation:
     """A row of `parity.probes.deviations`."""
     measured: str
     """The measured numbers in words; follows the row's own sentence."""
-    evidence: tuple[tuple[str, Value], ...] = ()
+    evidence: Mapping[str, Value] = field(default_factory=dict)
     outcome: Outcome = "fail"
 
 
@@ -654,7 +654,7 @@ def make_probe_answer(
             outcome=fault.outcome,
             sentence=f"{deviation(fault.name).sentence}: {fault.measured}",
             fault=fault.name,
-            evidence=fault.evidence,
+            evidence=tuple(fault.evidence.items()),
             next_step=deviation(fault.name).do,
             tables=shown,
         )

@@ -118,7 +118,7 @@ def wiring_of(training: "TrainingFile") -> "TargetLayers":
 
 def _target_config(training: "TrainingFile") -> tuple[Any, tuple[str, ...]]:
     """(the target's text configuration, its architectures)."""
-    from parity.model.target.load import source
+    from parity.model.target.spec import source
     from parity.model.training import states
 
     target = training.recipe.target

@@ -11,7 +11,7 @@ computed the linear layers is counted, as in a capture.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -131,8 +131,7 @@ def _rows(training: "TrainingFile", tokenizer: Any, prompts: Path | None, most: 
     model = training.recipe.target.model
     # The stand-in speaks the embedded targets' vocabulary and has their tokenizer, but no folder of its own.
     name = "embedded:hybrid" if model.startswith("synthetic:") else model
-    given = [asdict(prompt) for prompt in read_prompts(prompts)[:most]]
-    made = entries(name, training.recipe.target.revision, given, None)
+    made = entries(name, training.recipe.target.revision, read_prompts(prompts)[:most], None)
     return [_Row(name=each.id, ids=each.token_ids[: each.prompt_tokens]) for each in made]
 
 

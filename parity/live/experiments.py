@@ -36,8 +36,8 @@ from parity.live.harness import (
     TrialExperiment,
 )
 from parity.model.target.backends import OperatorCall
-from parity.model.target.input_layouts import InputLayout, new_cache, run_layout
-from parity.model.target.load import forward
+from parity.model.target.forward import forward, new_cache
+from parity.model.target.input_layouts import InputLayout, run_layout
 from parity.reports.record import Value
 
 PADS = (1, 3, 5, 64)

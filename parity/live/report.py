@@ -22,7 +22,9 @@ from parity.errors import ParityError
 from parity.live.experiments import EXPERIMENTS
 from parity.live.harness import LAYERS, Experiment, ExperimentResult, ExperimentTrial, Harness
 from parity.model.target.backends import device_map, isolate, missing, parse_backend
-from parity.model.target.load import Target, TargetSpec, load_target, select_taps
+from parity.model.target.load import Target, load_target
+from parity.model.target.spec import TargetSpec
+from parity.model.target.taps import select_taps
 from parity.reports.record import Column, Finding, Outcome, Report, Suspicion, Table, Value, Verdict
 from parity.tracing.trace import RequestEntry, layer_of
 

@@ -67,14 +67,17 @@ class TapInfo(_Record):
     meaning: str
 
 
+TokenOrigin = Literal["tokenizer", "given", "server", "retokenised"]
+"""tokenizer: our own tokenisation of the prompt; given: ids in the prompt file; server: the server's own ids;
+retokenised: a server's text, tokenised again here, which need not be the same."""
+
+
 class RequestEntry(_Record):
     """One request: what was fed to the model, and where its token ids came from."""
 
     id: str
     token_ids: tuple[int, ...]
-    origin: Literal["tokenizer", "given", "server", "retokenised"]
-    """tokenizer: our own tokenisation of the prompt; given: ids in the prompt file; server: the
-    server's own ids; retokenised: a server's text, tokenised again here, which need not be the same."""
+    origin: TokenOrigin
     prompt_tokens: int
     """How many of the tokens are the prompt; the rest is the completion."""
     token_texts: tuple[str, ...]

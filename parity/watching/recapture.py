@@ -26,7 +26,7 @@ from parity.comparison.error import cosine_gaps, tensor_errors
 from parity.comparison.tolerance import Limit, coarsest, rms, rules_for
 from parity.live.harness import REGROUPED
 from parity.model.dflash.step import StepOutput
-from parity.model.target.load import forward
+from parity.model.target.forward import forward
 from parity.model.training.states import OnlineStates, SyntheticStates, taps_of, target_spec
 from parity.model.training.trainer import Trainer
 from parity.probes.deviations import deviation

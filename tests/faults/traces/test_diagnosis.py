@@ -135,7 +135,8 @@ def test_fla_interpreted_against_torch_raises_nothing(hybrid: Path, tmp_path: Pa
     """fla's own Triton kernels, in a worker of their own, beyond one chunk."""
     from parity.capturing.client import Worker, capture_with
     from parity.model.target.backends import missing, parse_backend
-    from parity.model.target.load import TargetSpec, load_target
+    from parity.model.target.load import load_target
+    from parity.model.target.spec import TargetSpec
 
     why = missing(parse_backend("fla-interpreted"))
     if why:

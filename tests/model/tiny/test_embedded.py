@@ -242,10 +242,10 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path, monkeypatch: 
             raise KeyboardInterrupt
         return rate(plan, step)
 
-    monkeypatch.setattr(train, "rate", stop)
+    monkeypatch.setattr(train, "tiny_rate", stop)
     with pytest.raises(KeyboardInterrupt):
         train.train_tiny(PLAN, tmp_path / "cut.pt")
-    monkeypatch.setattr(train, "rate", rate)
+    monkeypatch.setattr(train, "tiny_rate", rate)
     resumed, _ = train.train_tiny(PLAN, tmp_path / "cut.pt")
     for (name, a), b in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b), name

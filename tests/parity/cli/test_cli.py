@@ -184,7 +184,7 @@ def test_our_own_fault_is_exit_4(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_
     def broken(*_: object) -> None:
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(schema, "read", broken)
+    monkeypatch.setattr(schema, "read_report", broken)
     code, _, err = run("show", tmp_path)
     assert code == 4 and "Traceback" in err and "a fault of parity's own" in err
 
@@ -208,7 +208,7 @@ def test_a_system_that_refuses_a_file_is_no_fault_of_ours(
     def refused(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(schema, "read", refused)
+    monkeypatch.setattr(schema, "read_report", refused)
     found, _, err = run("show", tmp_path)
     assert found == code
     assert ("Traceback" in err) == (code == 4) and ("free some space" in err) == (code == 2)

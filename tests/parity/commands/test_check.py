@@ -171,7 +171,7 @@ def test_dying_worker_is_told_with_its_last_words(hybrid: Path) -> None:
 def test_worker_ends_with_its_parent() -> None:
     """A parent that is killed leaves no worker behind, even one in the middle of a long job."""
     code = (
-        "from parity.capture import Worker\nimport os, signal\nw = Worker('torch')\n"
+        "from parity.capturing.client import Worker\nimport os, signal\nw = Worker('torch')\n"
         "print(w._process.pid, flush=True)\nos.kill(w._process.pid, signal.SIGSTOP)\nos.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -238,7 +238,7 @@ def test_crash_of_the_reference_is_a_finding(
     def dying(self: Worker, do: str, *args: object, **job: object) -> object:
         if self.backend == "torch" and do == "describe":
             os.kill(self._process.pid, signal.SIGSEGV)
-        return original(self, do, *args, **job)  # type: ignore[arg-type]
+        return original(self, do, *args, **job)  # type: ignore[call-overload]
 
     monkeypatch.setattr(Worker, "call", dying)
     report = check.check(model=str(hybrid), prompts=tmp_path / "p.jsonl")

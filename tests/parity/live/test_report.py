@@ -15,7 +15,8 @@ from parity.errors import ParityError
 from parity.live.experiments import EXPERIMENTS
 from parity.live.formulas import causal_attention, rotary_reference
 from parity.live.report import add_experiments, experiments_for, run_live, tokens_of
-from parity.model.target.load import Target, TargetSpec, load_target
+from parity.model.target.load import Target, load_target
+from parity.model.target.spec import TargetSpec
 from parity.reports.record import Finding, Report
 from tests.faults.traces import plants
 from tests.faults.traces.bench import patched

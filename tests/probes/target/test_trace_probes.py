@@ -14,8 +14,9 @@ import torch
 
 from parity.model.target.backends import parse_backend
 from parity.model.target.capture import capture
-from parity.model.target.load import Target, TargetSpec, load_target
+from parity.model.target.load import Target, load_target
 from parity.model.target.operator_replay import replay
+from parity.model.target.spec import TargetSpec, TraceOptions
 from parity.probes.base import Evidence, ProbeAnswer
 from parity.probes.table import TABLE
 from parity.reports.record import Finding
@@ -96,10 +97,9 @@ class Bench:
                 target,
                 [REQUEST],
                 self.folder / name,
+                TraceOptions(operators=str(calls) if calls else None, **options),
                 backend=parse_backend(backend),
                 fingerprint=name,
-                operators=calls,
-                **options,
             )
         self.traces[name] = Trace.open(self.folder / name)
         self.operators[name] = calls

@@ -10,7 +10,7 @@ from parity.model.dflash.step import StepOutput, TrainingStep
 from parity.model.training.data import Batch
 from parity.model.training.states import StepStates
 from parity.probes.base import ProbeAnswer
-from parity.probes.instruments.noise.draws import find_shared_draws, mean_of
+from parity.probes.instruments.noise.draws import find_shared_draws, measure_noise_mean
 from parity.probes.subject import ExaminedAdapter, query_probes
 from parity.probes.trainer.noise import SEEDS
 from tests.faults.injected.inputs import fed
@@ -36,7 +36,7 @@ class BehindFc(TrainingStep):
 class SameEverySeed(TrainingStep):
     """The declared noise, drawn from a seed of its own."""
 
-    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+    def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         return super().add_noise(conditioning, batch, 1)
 
 
@@ -65,7 +65,7 @@ def test_slices_in_another_order_are_no_noise() -> None:
 
 def test_noise_that_grows_with_its_state_is_put_in_beforehand() -> None:
     class Growing(TrainingStep):
-        def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+        def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
             return conditioning + (super().add_noise(conditioning, batch, seed) - conditioning) * conditioning
 
     answer = asked(Growing, DECLARED)
@@ -74,7 +74,7 @@ def test_noise_that_grows_with_its_state_is_put_in_beforehand() -> None:
 
 def test_a_dropout_of_states_leaves_what_is_behind_untold() -> None:
     class Dropout(TrainingStep):
-        def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+        def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
             kept = torch.rand(conditioning.shape, generator=torch.Generator().manual_seed(seed)) > 0.1
             return conditioning * kept
 
@@ -122,7 +122,9 @@ def test_draws_of_their_own_are_hardly_ever_called_shared(kind: str) -> None:
     assert [find_shared_draws(_rows(kind, seed), SEEDS, document, position) for seed in range(300)] == [
         []
     ] * 300
-    assert not [seed for seed in range(300) if abs((each := mean_of(_rows(kind, seed)))[0]) > each[1]]
+    assert not [
+        seed for seed in range(300) if abs((each := measure_noise_mean(_rows(kind, seed)))[0]) > each[1]
+    ]
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "uniform", "rounded"])
