@@ -64,6 +64,7 @@ def assert_parity(
     from parity.errors import NothingComparable
     from parity.gating.gate import gate
 
+    # Nothing compared is a failed test, never a pass.
     rules = _policy(policy)
     try:
         comparison, pair = compare_sides(a, b, golden=golden, floor=floor, policy=rules, taps=taps)

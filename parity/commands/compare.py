@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import get_args
 
 from parity.comparison.records import Comparison
-from parity.comparison.sketch import open_trace
 from parity.comparison.tolerance import Floor, Policy
 from parity.comparison.traces import ComparisonProgress, compare_traces, measure_floor
 from parity.diagnosis.records import Diagnosis
@@ -27,6 +26,7 @@ from parity.gating import environment
 from parity.model.training.distributed import Ranks
 from parity.options import accept_fields
 from parity.reports.record import Finding, Report, Table
+from parity.tracing.sketched import open_trace
 from parity.tracing.trace import Manifest, Trace
 
 Source = str | Path | Trace
@@ -180,6 +180,7 @@ def environments(
         found = environment.environment_differences(*sides)
     except NothingComparable:
         return None
+    # A warning by itself; beside a comparison it is evidence for or against.
     title = f"{name}.environment"
     finding = environment.finding_of(*sides, found, title)
     passes, warned = comparison.outcome == "pass", finding.outcome == "warn"

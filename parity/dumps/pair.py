@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from parity.comparison.sketch import open_trace
 from parity.dumps.files import FILE_LIMITS, FileLimits
 from parity.dumps.identify import LAST, Identification, SliceMatch, identify, layer_of_tap
 from parity.dumps.mapping import Format, Mapping, RowAlignment, SideMap
 from parity.dumps.trace import DumpTrace as DumpTrace
 from parity.dumps.trace import dump_of, state_width, unsplit
 from parity.errors import NothingComparable, ParityError
+from parity.tracing.sketched import open_trace
 from parity.tracing.trace import MANIFEST, PARTIAL, SKETCH_SCHEMA, TRACE_SCHEMA, RequestEntry, Trace
 
 Letter = Literal["a", "b"]

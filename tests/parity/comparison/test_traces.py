@@ -56,7 +56,7 @@ def garbage_token(a: torch.Tensor) -> torch.Tensor:
     return with_row(40, row.to(a.dtype))(a)
 
 
-# compare.md 3.2: what msprobe, SGLang's comparator or Polygraphy let through is among these.
+# What msprobe, SGLang's comparator or Polygraphy let through is among these (docs/evidence.md).
 FAULTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
     "2044 of 2048 channels unrelated": (channels_unrelated, 0),
     "one garbage token": (garbage_token, 40),
