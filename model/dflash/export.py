@@ -1,7 +1,7 @@
 """Checkpoints that other readers accept: z-lab's layout (SpecForge writes the same) and speculators 0.9.0's.
 
-    save_zlab("out", drafter, Wiring.of(target, layers))
-    save_speculators("out", drafter, Wiring.of(target, layers), head=ends.head)
+    save_zlab("out", drafter, TargetLayers.of(target, layers))
+    save_speculators("out", drafter, TargetLayers.of(target, layers), head=ends.head)
     drafter = load_checkpoint("out").drafter
 
 A checkpoint is a folder with config.json and model.safetensors; the body's tensors have the same names in both
@@ -26,6 +26,7 @@ from parity.model.dflash.config import DrafterConfig, DraftVocab
 from parity.model.dflash.drafter import Drafter
 from parity.model.dflash.layout_read import AmbiguityAnswers, read_speculators, read_zlab
 from parity.model.dflash.layout_write import TargetLayers, speculators_config, zlab_config
+from parity.reports.words import shorten_list
 
 __all__ = [
     "AmbiguityAnswers",
@@ -251,8 +252,7 @@ def _fill_weights(drafter: Drafter, tensors: Mapping[str, Tensor], folder: Path)
                 f"{name} with values that are not finite (speculators marks what was never loaded so)"
             )
     if wrong:
-        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         do = "config.json and the weights must be of one drafter"
-        raise ParityError(f"a drafter's weights in {folder}", "; ".join(wrong[:4]) + more, do)
+        raise ParityError(f"a drafter's weights in {folder}", shorten_list(wrong, separator="; "), do)
     drafter.load_state_dict(dict(tensors), strict=False, assign=True)
     return drafter.requires_grad_(True)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from parity.errors import ParityError
 from parity.model.target.spec import TargetSpec, source
+from parity.reports.words import shorten_list
 from parity.tracing.trace import TargetIdentity
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def load_target(spec: TargetSpec) -> Target:
     if unfilled:
         raise ParityError(
             f"{spec.loader} of {spec.model}",
-            f"{len(unfilled)} parameters not in the checkpoint and left random: {list_some(unfilled)}",
+            f"{len(unfilled)} parameters not in the checkpoint and left random: {shorten_list(unfilled, 5)}",
             "choose another --loader or transformers version",
         )
     target = _parts(spec, model)
@@ -238,13 +239,13 @@ def _check_against_checkpoint(target: Target) -> None:
     if wrong:
         raise ParityError(
             f"{target.spec.loader} of {target.spec.model}",
-            f"{len(wrong)} parameters that differ from the checkpoint's: {list_some(wrong)}",
+            f"{len(wrong)} parameters that differ from the checkpoint's: {shorten_list(wrong, 5)}",
             "choose another --loader or transformers version",
         )
     target.kept_float32 = tuple(kept)
     if converted:
         target.unchecked = (
-            f"{len(converted)} parameters have no equal in the checkpoint file: {list_some(converted, 2)}"
+            f"{len(converted)} parameters have no equal in the checkpoint file: {shorten_list(converted, 2)}"
         )
 
 
@@ -290,12 +291,6 @@ def _stored_tensors(spec: TargetSpec) -> dict[str, tuple[_CheckpointFile, str]] 
         return {canonical(key): (reader, key) for reader in readers for key in reader.keys()}  # noqa: SIM118
     except Exception as error:
         return f"the checkpoint could not be read beside the model ({error})"
-
-
-def list_some(names: Sequence[str], most: int = 5) -> str:
-    """The first `most` names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _identity(target: Target) -> TargetIdentity:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from parity.errors import ParityError
-from parity.model.target.load import Target, list_some
+from parity.model.target.load import Target
+from parity.reports.words import shorten_list
 from parity.tracing.trace import NormState, TapInfo
 
 STATES = "states"
@@ -82,7 +83,7 @@ def select_taps(target: Target, wanted: Sequence[str] | None) -> list[str]:
             raise ParityError(
                 f"tap {pattern!r}",
                 f"{target.spec.model} has layers 0 to {len(target.layers) - 1}"
-                f" and taps such as {list_some(known, 4)}",
+                f" and taps such as {shorten_list(known)}",
                 "name a tap of those, or a pattern such as layer.*.out",
             )
         chosen.update(found)

@@ -1,7 +1,7 @@
 """Two paths compared: what is there is opened (traces, sketches, dumps of other tools), compared, and reported.
 
     comparison = compare("out/a", "hidden_states/")              # parity.compare
-    comparison, pair = compare_sides("out/a", "hidden_states/")    # and how each side was read
+    comparison, pair = compare_sides("out/a", "hidden_states/")      # and how each side was read
     report = report_sides(comparison, pair, "parity compare ...")   # what the command prints
 
 The command, the function and the pytest assertion all come through here, so they accept the same things.

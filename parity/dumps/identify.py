@@ -4,7 +4,7 @@
     found.matches[0].found, found.matches[0].distance      # `layer.16.out`, .004
 
 A dump's ids are a claim: tools count layers from 0 or from the embedding, and call a state *last* before or
-after the final norm. So each slice is held against every layer's output of a reference capture of the same
+after the final norm. So each slice is compared with every layer's output of a reference capture of the same
 tokens. The distance is the median over tokens of |a - b| / |b| without the massive channels (which all layers of
 a residual stream share, and which would make any two of them look alike). A slice is found where one tap is near
 and every other is clearly further; else nothing is claimed.
@@ -22,6 +22,7 @@ import torch
 from parity.comparison.error import median_error
 from parity.errors import NothingComparable
 from parity.kernel.sums import channel_mean_square, pick_outliers
+from parity.reports.words import format_number
 from parity.tracing.trace import RequestEntry, Trace
 
 NEAR_TIE = 0.3
@@ -74,6 +75,15 @@ class SliceMatch:
         """Whether the declaration holds, or there was none."""
         return self.declared is None or self.found == self.declared
 
+    @property
+    def nearest_in_words(self) -> str:
+        """The nearest tap with its distance, for a sentence."""
+        return (
+            f"nearest is {self.nearest} at {format_number(self.distance)}"
+            if self.nearest
+            else "no tap of its width"
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identification:
@@ -112,10 +122,17 @@ def identify(
     declared: Names[str, str] | None = None,
     last: Sequence[str] = (),
 ) -> Identification:
-    """Match every slice of `dump` against every state of `reference` that has its width.
+    """Match every slice of a dump with every state of a reference that has its width.
 
-    `declared` says what slices are said to be, `last` which are said to be the last state. Raises
-    NothingComparable where the two share no token.
+    Args:
+        dump: The side whose slices are looked for.
+        reference: The side whose taps are known, of the same tokens.
+        side: Which side of the comparison the dump is.
+        declared: What slices are said to be: slice -> tap.
+        last: Slices that are said to be the last state.
+
+    Raises:
+        NothingComparable: The two share no token.
     """
     declared = declared or {}
     pairs = _common(dump, reference)

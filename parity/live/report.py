@@ -25,7 +25,16 @@ from parity.model.target.backends import device_map, isolate, missing, parse_bac
 from parity.model.target.load import Target, load_target
 from parity.model.target.spec import TargetSpec
 from parity.model.target.taps import select_taps
-from parity.reports.record import Column, Finding, Outcome, Report, Suspicion, Table, Value, Verdict
+from parity.reports.record import (
+    Finding,
+    Outcome,
+    Report,
+    Suspicion,
+    Table,
+    Value,
+    Verdict,
+    declare_columns,
+)
 from parity.tracing.trace import RequestEntry, layer_of
 
 TOKENS = 150
@@ -277,15 +286,9 @@ def _table_of_trials(trials: Sequence[ExperimentTrial]) -> Table:
         if gap is not None:
             numbers = (gap.tap, gap.onset, gap.error, gap.limit, "pass" if gap.within else "fail", "")
         rows.append((trial.experiment, trial.what, *numbers))
-    columns = (
-        Column(key="experiment", title="experiment"),
-        Column(key="trial", title="trial"),
-        Column(key="tap", title="first tap outside, or nearest"),
-        Column(key="token", title="token", unit="position", kind="int"),
-        Column(key="error", title="worst token", unit="relative L2", kind="float"),
-        Column(key="limit", title="limit", kind="float"),
-        Column(key="outcome", title="outcome", kind="outcome"),
-        Column(key="because", title="because"),
+    columns = declare_columns(
+        "experiment | trial | tap first tap outside, or nearest | token:int (position) | "
+        "error:float worst token (relative L2) | limit:float | outcome:outcome | because"
     )
     return Table(
         name="live.trials",

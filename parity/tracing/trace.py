@@ -10,7 +10,6 @@ capture is resumed at the request. Nothing in a trace is executed: no pickle, no
 """
 
 import hashlib
-import json
 import os
 import re
 from collections import Counter
@@ -24,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from parity.errors import ParityError
 from parity.files import WRITING, replace_atomically, write_atomically
+from parity.reading import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -366,12 +366,7 @@ def read_manifest(folder: Path) -> Manifest:
             )
         found = "a folder without manifest.json" if folder.is_dir() else "no such folder"
         raise ParityError(f"the trace {folder}", found, "name a folder that `parity capture --out` wrote")
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ParityError(
-            f"the manifest {file}", f"no readable JSON ({error})", "capture the trace again"
-        ) from error
+    data = read_json(file, f"the manifest {file}", "capture the trace again")
     # Another schema first, since its fields may be others.
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema not in (TRACE_SCHEMA, SKETCH_SCHEMA):

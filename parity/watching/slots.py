@@ -17,7 +17,7 @@ from parity.model.training.loss import LossConfig
 from parity.probes.deviations import deviation
 from parity.probes.instruments.loss.head_gradient import compute_term_values
 from parity.probes.instruments.loss.mixture import explain
-from parity.reports.record import Column, Finding, Table, Value
+from parity.reports.record import Finding, Table, Value, declare_columns
 from parity.watching.values import StepValues, norm_of
 
 SLOT_LIMIT = 64
@@ -124,12 +124,8 @@ def _table(rows: list[tuple[Value, ...]]) -> Table:
     return Table(
         name="slots",
         title="Weight of each slot, from the step's own gradient",
-        columns=(
-            Column(key="slot", title="slot", kind="int"),
-            Column(key="weight", title="mean weight", kind="float"),
-            Column(key="least", title="least", kind="float"),
-            Column(key="most", title="most", kind="float"),
-            Column(key="slots", title="slots looked at", kind="int"),
+        columns=declare_columns(
+            "slot:int | weight:float mean weight | least:float | most:float | slots:int slots looked at"
         ),
         rows=tuple(rows),
         detail=True,

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from parity.reports.record import Column, Table, Value
+from parity.reports.record import Table, Value, declare_columns
 
 VALUE_SAMPLE = 1000
 """Values of a tensor that a histogram is made from, evenly spaced."""
@@ -83,11 +83,8 @@ class StepValues:
         return Table(
             name="tensors",
             title="Tensors of the step",
-            columns=(
-                *(Column(key=key, title=key) for key in ("name", "shape", "dtype", "device")),
-                Column(key="finite", title="finite", unit="share", kind="float"),
-                Column(key="mean", title="mean", kind="float"),
-                Column(key="std", title="std", kind="float"),
+            columns=declare_columns(
+                "name | shape | dtype | device | finite:float (share) | mean:float | std:float"
             ),
             rows=rows,
             detail=True,

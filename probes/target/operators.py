@@ -16,7 +16,7 @@ from parity.kernel.sums import pair_stats
 from parity.model.target.backends import OperatorCall
 from parity.model.target.operator_replay import load_calls
 from parity.probes.base import Evidence, ProbeAnswer, evidence_of, skip_answer
-from parity.reports.record import Column, Finding, Table, Value
+from parity.reports.record import Finding, Table, Value, declare_columns
 
 # Relative L2 of one operator's output against fp64, in eps of its dtype. Measured on the embedded target,
 # torch and fla-interpreted: at most 6 eps in float32 and .9 in bfloat16 (fla rounds more of what is in
@@ -109,13 +109,8 @@ class OperatorsProbe:
             title="Each operator against an fp64 recurrence, same inputs",
             detail=True,
             rows=tuple(rows),
-            columns=(
-                Column(key="dtype", title="dtype"),
-                Column(key="layer", title="layer", kind="int"),
-                Column(key="operator", title="operator"),
-                Column(key="backend", title="backend"),
-                Column(key="error", title="rel L2", kind="float"),
-                Column(key="limit", title="limit", kind="float"),
+            columns=declare_columns(
+                "dtype | layer:int | operator | backend | error:float rel L2 | limit:float"
             ),
         )
 
