@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from parity.commands.check import check
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from parity.reports import to_text
 from parity.reports.record import Report
 

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parity.errors import ParityError
+from parity.files import replace_atomically
 from parity.model.target.chat import ChatTokenizer
 from parity.model.tiny import corpus, embedded
 
@@ -177,9 +178,8 @@ def save_checkpoint(
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {"plan": asdict(plan), "step": step, "seconds": seconds}
     state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    temporary = path.with_suffix(".tmp")
-    torch.save(state, temporary)
-    temporary.replace(path)
+    with replace_atomically(path) as temporary:
+        torch.save(state, temporary)
 
 
 def load_tiny_checkpoint(

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from parity.comparison.error import token_errors
 from parity.comparison.tolerance import Judgement, TapEvidence, coarsest, judge_tap, rules_for
 from parity.errors import NothingComparable, ParityError
 from parity.kernel.outlier_channels import channel_mean_square, pick_outliers
@@ -310,9 +311,7 @@ class _Search:
                     outliers=pick_outliers(channel_mean_square(theirs)),
                     implementation="torch",
                 )
-                error = np.maximum(stats.relative_l2(), stats.relative_l2(robust=True))
-                bad = stats.field("bad_a") + stats.field("bad_b") > 0
-                errors.append(np.where(bad, np.inf, error))
+                errors.append(token_errors(stats, robust=True, strict=True))
                 gaps.append(stats.cosine_gap())
             evidence = TapEvidence(error=np.concatenate(errors), cosine_gap=np.concatenate(gaps))
             rules = rules_for(tap, coarsest(info.dtype, *dtypes), stop - start)

@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 
+from parity.comparison.error import median_error
 from parity.errors import NothingComparable
 from parity.kernel.sums import channel_mean_square, pick_outliers
 from parity.reports.words import format_number
@@ -147,7 +148,7 @@ def identify(
         keep = _without_massive(state)
         for name, mine in slices.items():
             if mine.shape == state.shape:
-                distances[name][tap] = _distance(mine[:, keep], state[:, keep])
+                distances[name][tap] = median_error(mine[:, keep], state[:, keep])
         # only what could be a twin of the next tap, and the ends for the norm, stay in memory
         states = {key: value for key, value in states.items() if key in LAST} | {tap: state}
     rows = next(iter(slices.values())).shape[0]
@@ -221,13 +222,6 @@ def _without_massive(state: torch.Tensor) -> torch.Tensor:
     return keep
 
 
-def _distance(mine: torch.Tensor, state: torch.Tensor) -> float:
-    """Median over tokens of |mine - state| / |state|; infinite where fewer than half are finite."""
-    gap = (mine - state).norm(dim=1) / state.norm(dim=1).clamp_min(1e-30)
-    gap = torch.where(torch.isfinite(gap), gap, math.inf)
-    return float(gap.median())
-
-
 def _apart(reference: Trace) -> float:
     """How much further the next tap has to be: less where the reference holds every layer's output."""
     held = {layer_of_tap(tap) for tap in reference.taps}
@@ -287,7 +281,7 @@ def _through_norm(match: SliceMatch, mine: torch.Tensor, states: Names[str, torc
         normed = before / before.square().mean(1, keepdim=True).sqrt().clamp_min(1e-30)
         even, odd = slice(0, None, 2), slice(1, None, 2)
         factors = (normed[even] * after[even]).sum(0) / normed[even].square().sum(0).clamp_min(1e-30)
-        distance = _distance(normed[odd] * factors, after[odd])
+        distance = median_error(normed[odd] * factors, after[odd])
         if distance <= FITTED and distance < best.distance:
             best = replace(match, found=found, distance=distance, nearest=tap, how="norm")
     return best
@@ -313,7 +307,7 @@ def _hint(dump: Trace, reference: Trace, name: str, pair: tuple[RequestEntry, Re
         state = reference.tensor(theirs_of.id, tap)[:rows].to(torch.float32)
         keep = _without_massive(state)
         for shift in (1, -1):
-            if _distance(mine.roll(shift, 0)[1:-1, keep], state[1:-1, keep]) <= NEAR_TIE:
+            if median_error(mine.roll(shift, 0)[1:-1, keep], state[1:-1, keep]) <= NEAR_TIE:
                 return f"it is {tap}, one token {'late' if shift < 0 else 'early'}"
         by_channel = _alike(mine, state, 0)
         if _alike(mine[:, keep], state[:, keep], 1) == "reordered" and by_channel == "equal":

@@ -10,6 +10,7 @@ backend. Faults: `kernel`, `dispatch`, `full-attention-differs`.
 
 from collections.abc import Mapping
 
+from parity.comparison.error import trace_error
 from parity.comparison.traces import Comparison
 from parity.probes.base import (
     CAPTURE_DTYPES,
@@ -17,7 +18,6 @@ from parity.probes.base import (
     ProbeAnswer,
     compare_pair,
     evidence_of,
-    relative_l2,
     skip_answer,
 )
 from parity.reports.record import Chart, Finding, Table, Value, declare_columns
@@ -146,7 +146,7 @@ def layer_table(
         if tap not in taps:
             continue
         to_golden = [
-            relative_l2(evidence.traces[f"{side}.{dtype}"], evidence.traces[golden], tap) if golden else None
+            trace_error(evidence.traces[f"{side}.{dtype}"], evidence.traces[golden], tap) if golden else None
             for side in ("torch", "other")
         ]
         rows.append(

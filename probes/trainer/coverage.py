@@ -29,8 +29,10 @@ from torch import Tensor
 from parity.model.dflash.anchors import AnchorConfig, AnchorCoverage, is_candidate
 from parity.model.dflash.mask import PADDING
 from parity.model.training.data import Batch
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, SyntheticDocument, make_probe_answer
+from parity.probes.rows import SyntheticDocument
+from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Chart, Table, Value, declare_columns
 
 EPOCHS = 8

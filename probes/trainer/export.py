@@ -28,6 +28,7 @@ from torch import Tensor
 from parity.errors import ParityError
 from parity.model.dflash.export import ImportedCheckpoint
 from parity.probes.adapters.base import NotExposed
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.drafter.checkpoint_readers import (
     OwnReader,
@@ -50,7 +51,7 @@ from parity.probes.instruments.drafter.inference import (
 )
 from parity.probes.instruments.drafter.receptive_field import ProbeBatch
 from parity.probes.instruments.drafter.reference import DrafterHypothesis, override_parameters
-from parity.probes.subject import AdapterError, ExaminedAdapter, FoundDeviation, make_probe_answer
+from parity.probes.subject import AdapterError, ExaminedAdapter
 from parity.reports.record import Value
 
 EXPORT_ANCHORS = 6
@@ -103,9 +104,8 @@ class ExportProbe:
             if values and not written.holds(values):
                 values = {}
                 written = ExportedCheckpoint(subject, look, reading, Path(place) / "plain")
-            trained = compute_draft_logits(
-                look, look.step_output.hidden if not values else lens.whole.found[0]
-            )  # type: ignore[union-attr]
+            scaled = None if isinstance(lens, str) or not values else lens.whole.found[0]
+            trained = compute_draft_logits(look, look.step_output.hidden if scaled is None else scaled)
             said, compared, notes = written.read(trained)
         # What the file declares comes first: a reader that differs for that reason is not named again.
         limit = max(estimate_logit_limit(look, lens), ROUNDED if written.narrower else 0.0)

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from parity.model.dflash.step import frozen as is_frozen
 from parity.probes.adapters.base import NotExposed
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, make_probe_answer
+from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Value
 from parity.reports.words import shorten_list
 

@@ -25,11 +25,12 @@ from torch import Tensor
 
 from parity.model.dflash.mask import PADDING
 from parity.probes.adapters.base import AdapterStep, NotExposed, TargetReference
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch
 from parity.probes.instruments.loss.head_gradient import HeadGradients
 from parity.probes.instruments.loss.labels import ENOUGH, LabelEstimate, is_same_label, take_label_step
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, list_fc_taps, make_probe_answer
+from parity.probes.subject import ExaminedAdapter, list_fc_taps
 from parity.reports.record import Chart, Table, Value, declare_columns
 from parity.reports.words import shorten_list
 

@@ -27,11 +27,13 @@ from torch import Tensor
 
 from parity.model.dflash.anchors import blocks_at
 from parity.model.dflash.mask import PADDING
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch
 from parity.probes.instruments.loss.head_gradient import HeadGradients
 from parity.probes.instruments.loss.labels import ENOUGH, LabelEstimate, take_label_step
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, SyntheticDocument, make_probe_answer
+from parity.probes.rows import SyntheticDocument
+from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Table, Value, declare_columns
 
 ASTRAY = 0.2

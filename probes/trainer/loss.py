@@ -27,6 +27,7 @@ steps, one gradient, about seven products of [96, V] and [V, D] in float64. Faul
 
 from dataclasses import replace
 
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch, design_batch
 from parity.probes.instruments.loss.head_gradient import HeadGradients
@@ -62,7 +63,7 @@ from parity.probes.instruments.loss.words import (
     make_slot_table,
     make_term_table,
 )
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, make_probe_answer
+from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Value
 
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from parity.probes.adapters.base import AdapterStep
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.noise.behind_fc import (
     DownstreamNoise,
@@ -38,13 +39,7 @@ from parity.probes.instruments.noise.behind_fc import (
     measure_input_rounding,
 )
 from parity.probes.instruments.noise.draws import SharedDraw, find_shared_draws, measure_noise_mean
-from parity.probes.subject import (
-    AdapterError,
-    ExaminedAdapter,
-    FoundDeviation,
-    list_fc_taps,
-    make_probe_answer,
-)
+from parity.probes.subject import AdapterError, ExaminedAdapter, list_fc_taps
 from parity.reports.record import Chart, Table, Value, declare_columns
 
 SEEDS = (11, 12, 13, 14)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from parity.model.dflash.mask import PADDING
 from parity.probes.adapters.base import AdapterStep, NotExposed
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, list_fc_taps, make_probe_answer
+from parity.probes.subject import ExaminedAdapter, list_fc_taps
 from parity.reports.record import Table, Value, declare_columns
 
 GRIDS = (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)

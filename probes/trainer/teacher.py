@@ -31,6 +31,7 @@ from torch import Tensor
 
 from parity.model.dflash.mask import PADDING
 from parity.probes.adapters.base import AdapterStep, NotExposed, TargetReference
+from parity.probes.answers import FoundDeviation, make_probe_answer, one
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch
 from parity.probes.instruments.loss.head_gradient import (
@@ -42,7 +43,7 @@ from parity.probes.instruments.loss.head_gradient import (
     widen_head,
 )
 from parity.probes.instruments.loss.labels import estimate_labels
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, make_probe_answer, one
+from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Table, Value, declare_columns
 
 KL = 1e-6

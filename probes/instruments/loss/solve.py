@@ -344,8 +344,8 @@ def find_weight_law(
     slot0 = float(weights[zero].mean() / first) if zero.any() and first else 0.0
     total = (float(law.raw.sum()) if law.sum is None else law.sum) + float(weights[zero].sum()) / law.scale
     # Terms that are not in the mixture, and how much of them would not be seen.
-    others = ("smoothing", "kl", "rkl") if reading.teacher is not None else ("smoothing",)
-    others = [name for name in others if name not in reading.fit.shares]
+    possible = ("smoothing", "kl", "rkl") if reading.teacher is not None else ("smoothing",)
+    others = [name for name in possible if name not in reading.fit.shares]
     more = [name for name in others if name != "smoothing"]
     columns = {**reading.columns, **at.columns(more, reading.labels, reading.teacher, heat=reading.heat)}
     others = [name for name in others if name in columns]

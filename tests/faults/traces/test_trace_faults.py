@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from parity.capturing.prompts import Prompt
-from parity.commands.check import UNREAD, _CapturePlan, check
+from parity.commands.check import check
+from parity.commands.gather import UNREAD, CaptureRun
 from parity.comparison.traces import Comparison, compare_traces
 from parity.diagnosis.kinds import diagnose, diagnose_or_why
 from parity.diagnosis.records import Diagnosis
@@ -182,7 +183,7 @@ def test_check_names_the_fault_by_its_kind(
         absent={},
         target=UNREAD | {"layer_types": healthy.manifest.target.layer_types},
     )
-    monkeypatch.setattr(_CapturePlan, "evidence", lambda _: evidence)
+    monkeypatch.setattr(CaptureRun, "gather", lambda _: evidence)
     asked: list[str] = []
 
     def counted(comparison: Comparison, a: Trace, b: Trace) -> Diagnosis | None:
