@@ -93,7 +93,7 @@ def read_slots(output: StepOutput) -> tuple[list[tuple[str, Value]], list[Findin
 def _shares(
     looked: "_StepSlots", columns: Mapping[str, Tensor], terms: Mapping[str, float], limit: float
 ) -> tuple[list[tuple[str, Value]], str]:
-    """The terms' measured shares, where they can be told apart; and the same in words."""
+    """The terms' measured shares, where they can be identified; and the same in words."""
     if len(terms) == 1:
         return [], f"{next(iter(terms))} alone"
     fit = explain(looked.gradient, columns, limit)
