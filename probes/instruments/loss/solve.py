@@ -344,11 +344,10 @@ def find_weight_law(
     slot0 = float(weights[zero].mean() / first) if zero.any() and first else 0.0
     total = (float(law.raw.sum()) if law.sum is None else law.sum) + float(weights[zero].sum()) / law.scale
     # Terms that are not in the mixture, and how much of them would not be seen.
-    others = ("smoothing", "kl", "rkl") if reading.teacher is not None else ("smoothing",)
-    others = [name for name in others if name not in reading.fit.shares]
-    more = [name for name in others if name != "smoothing"]
+    soft = [] if reading.teacher is None else ["kl", "rkl"]
+    more = [name for name in soft if name not in reading.fit.shares]
     columns = {**reading.columns, **at.columns(more, reading.labels, reading.teacher, heat=reading.heat)}
-    others = [name for name in others if name in columns]
+    others = [name for name in ("smoothing", *more) if name in columns and name not in reading.fit.shares]
     # The denominator follows from the scale and the declared factors; a factor T^2 makes another of it.
     terms, errors = _by_name(reading)
     declared = subject.recipe.loss.terms

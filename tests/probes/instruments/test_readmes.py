@@ -131,7 +131,9 @@ def drafter(attention: float) -> DrafterWeights:
     for number, part in enumerate(LAYER_WEIGHTS):
         name, shape = f"layers.0.{part}.weight", shapes.get(part.split(".")[-1], (8, 8))
         norm = part.endswith(("norm", "layernorm"))
-        values[name] = torch.ones(shape[:1]).double() if norm else draw(*shape, seed=number) * shape[1] ** -0.5
+        values[name] = (
+            torch.ones(shape[:1]).double() if norm else draw(*shape, seed=number) * shape[1] ** -0.5
+        )
     values |= {name: torch.ones(8).double() for name in ("hidden_norm.weight", "norm.weight")}
     values["layers.0.self_attn.o_proj.weight"] *= attention
     made = DrafterWeights.of(values)
