@@ -129,6 +129,7 @@ def _gradients(shown: AdapterStep, states: Tensor, width: int) -> tuple[list[flo
         Each slice's share of the gradient's norm, None where states are not in the graph; and whether fc's input has
         a gradient of the same norm, None where it has none.
     """
+    # One backward pass of a random projection of the drafts, to the states and to fc's input.
     generator = torch.Generator().manual_seed(3)
     direction = torch.randn(shown.hidden.shape, generator=generator).to(shown.hidden)
     found = (
@@ -141,6 +142,7 @@ def _gradients(shown: AdapterStep, states: Tensor, width: int) -> tuple[list[flo
     at_states, at_input = found
     if at_states is None:
         return None, None
+    # The two are compared by their norms, since noise may lie between them.
     norms = at_states.double().flatten(0, 0).square().sum((0, 2)).sqrt()
     total = float(norms.square().sum().sqrt())
     same = None

@@ -419,6 +419,7 @@ def _reductions(
         total: sum of the weights, slot 0 included.
         denominator: as measured.
     """
+    # Reductions by the recipe's names, then other sums that trainers divide by.
     blocks = at.shape[0]
     known = {
         "weighted_mean": total,
