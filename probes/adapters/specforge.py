@@ -44,7 +44,7 @@ class SpecForge(PeerAdapter):
     @classmethod
     def open(cls, training: TrainingFile) -> "SpecForge":
         """A new drafter for a training file's target, configured as the recipe declares. Raises ParityError for what
-        SpecForge cannot be told, or where it is not installed (`make peers`)."""
+        SpecForge cannot be configured for, or where it is not installed (`make peers`)."""
         draft, family, base = _imports()
         from transformers import Qwen3Config
 
@@ -106,7 +106,7 @@ class SpecForge(PeerAdapter):
         )
 
     def _forward(self, rows: "_Rows", states: Tensor, anchors: Tensor) -> tuple[dict[str, Any], Tensor]:
-        """What the forward used on its way, and its loss. Methods of the model are replaced for the time of one call."""
+        """What the forward used on its way, and its loss. The model's methods are replaced for the time of one call."""
         from specforge.runtime.contracts import TrainBatch
 
         model, seen = self.model, dict[str, Any](labels=[], weights=[])

@@ -4,8 +4,8 @@
 
 Runs on CPU with sdpa attention and its eager losses (both are its own options: `_attn_implementation`,
 `loss_implementation`). Its states are those that vLLM wrote (`hs_*.safetensors`), so there is no capture to examine
-here; its Trainer moves the model to a CUDA device, so there is no run to resume. z-lab's reader drafts with the declared
-attention, which counts windows per query as vLLM does.
+here; its Trainer moves the model to a CUDA device, so there is no run to resume. z-lab's reader drafts with the
+declared attention, which counts windows per query as vLLM does.
 
 Shapes: S tokens of the row, A anchors, B slots of a block, V draft vocabulary.
 """
@@ -55,7 +55,7 @@ class Speculators(PeerAdapter):
     @classmethod
     def open(cls, training: TrainingFile) -> "Speculators":
         """A new drafter for a training file's target, configured as the recipe declares. Raises ParityError for what
-        speculators cannot be told, or where it is not installed (`make peers`)."""
+        speculators cannot be configured for, or where it is not installed (`make peers`)."""
         core = _imports()
         # Its model from the declared configuration, seeded; then the target's tensors in their places.
         target, recipe = TargetSide.open(training), training.recipe
@@ -107,7 +107,7 @@ class Speculators(PeerAdapter):
         )
 
     def _forward(self, batch: Batch, states: Tensor, anchors: Tensor) -> tuple[dict[str, Any], Tensor]:
-        """What the forward used on its way, and its loss. Hooks and one method are in place for the time of one call."""
+        """What the forward used on its way, and its loss. Hooks and a method are in place for the time of one call."""
         seen: dict[str, Any] = {}
         backbone = self.model._backbone_forward
 

@@ -1,7 +1,7 @@
 """Does drafting at inference compute what training computed?
 
 The step's hidden states times its head's rows, at an anchor, against the logits that `draft` gives for the same
-anchor: its own cache, one block, its own embeddings, mask and head. Anchors stand at both ends of documents and, in
+anchor: its own cache, one block, its own embeddings, mask and head. Anchors are at both ends of documents and, in
 one document of 512 tokens, early to late. Compared with each layer's output projection scaled until
 attention adds as much as the residual (in a fresh narrow drafter rounding hides it else); on the short documents also
 as they are.
@@ -14,7 +14,7 @@ The limit is a few times the rounding error of the same arithmetic in the traine
 logits' standard deviation (float32) or 1e-2 (bfloat16 products or head). Without z-lab's parameter names there is no
 reading to name, and attention is not scaled.
 
-The real loop, where the adapter shows `generate` and `greedy`: speculative decoding at temperature 0 must write what
+The real loop, where the adapter exposes `generate` and `greedy`: speculative decoding at temperature 0 must write what
 the target writes alone. A wrong token before any rejection is a wrong acceptance; one after a rejection means that
 the target's caches kept what was refused (huggingface/transformers#49036: recurrent states cannot be cropped). In
 bfloat16 a tie is no difference: the gap of the target's own two logits is taken from `reference`.

@@ -5,7 +5,7 @@ Three looks, none of which believes a configuration:
    gradient at the head's input, `parity.probes.instruments.loss.labels`) that change, are that slice's
    influence. Exact: what is not connected does not change by one bit. The drafts' gradient is reported beside it.
 2. Place. Rolling a slice moves exactly its own columns of fc's input: which, and in which order; the values there are
-   the slice's. The gradient at fc's input is the one at the slices, so that what is shown is what is used.
+   the slice's. The gradient at fc's input is the one at the slices, so that what is exposed is what is used.
 3. Identity. What the trainer's own capture delivers is compared with every layer of the target itself: each slice has
    to be the layer it is called. Tolerance: relative L2 of 1e-4 in float32 (another order of sums), eight units in the
    last place (.06) in bfloat16, where neighbouring layers differ by more; else the nearest layer is named.
@@ -50,7 +50,7 @@ class SliceInfluence:
     drafts: float
     """Relative change of the hidden states that enter the head."""
     gradient: float | None
-    """Norm of the gradient of a projection of the drafts, of all slices' together; None where none is shown."""
+    """Norm of the gradient of a projection of the drafts, of all slices' together; None where there is none."""
     columns: tuple[int, ...]
     """Which blocks of D columns of fc's input move."""
     labels: float | None

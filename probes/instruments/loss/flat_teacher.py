@@ -46,7 +46,7 @@ class LogitDirections:
 
     @classmethod
     def of(cls, head: Tensor) -> "LogitDirections":
-        """Of a head; `TRIED` tokens are looked at.
+        """Of a head; `TRIED` tokens are tried.
 
         Args:
             head: [V, D].

@@ -1,4 +1,4 @@
-"""The mixture of terms, the law of the weights and the denominator that a step's gradient shows.
+"""The mixture of terms, the law of the weights and the denominator behind a step's gradient.
 
     reading = estimate_mixture(subject, crafted, at)                    # terms, temperature, source of labels
     reading, law, slots = choose_mixture_with_law(subject, crafted, at, reading)
