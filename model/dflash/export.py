@@ -1,7 +1,7 @@
 """Checkpoints that other readers accept: z-lab's layout (SpecForge writes the same) and speculators 0.9.0's.
 
-    save_zlab("out", drafter, Wiring.of(target, layers))
-    save_speculators("out", drafter, Wiring.of(target, layers), head=ends.head)
+    save_zlab("out", drafter, TargetLayers.of(target, layers))
+    save_speculators("out", drafter, TargetLayers.of(target, layers), head=ends.head)
     drafter = load_checkpoint("out").drafter
 
 A checkpoint is a folder with config.json and model.safetensors; the body's tensors have the same names in both
@@ -10,7 +10,6 @@ reduced vocabulary. Nothing is ever unpickled. A folder appears whole or not at 
 """
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -22,10 +21,12 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
+from parity.files import flush_to_disk
 from parity.model.dflash.config import DrafterConfig, DraftVocab
 from parity.model.dflash.drafter import Drafter
 from parity.model.dflash.layout_read import AmbiguityAnswers, read_speculators, read_zlab
 from parity.model.dflash.layout_write import TargetLayers, speculators_config, zlab_config
+from parity.reports.words import shorten_list
 
 __all__ = [
     "AmbiguityAnswers",
@@ -132,27 +133,18 @@ def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor
         save_file(held, fresh / "model.safetensors", metadata={"format": "pt"})
         (fresh / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         for path in fresh.iterdir():
-            _flush(path)
+            flush_to_disk(path)
         old = fresh.with_name(f"{fresh.name}.old")
         if folder.exists():
             folder.rename(old)
         fresh.rename(folder)
-        _flush(folder.parent)
+        flush_to_disk(folder.parent)
         if old.exists():
             shutil.rmtree(old)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
     return folder
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def load_checkpoint(folder: str | Path, answers: AmbiguityAnswers | None = None) -> ImportedCheckpoint:
@@ -260,8 +252,7 @@ def _fill_weights(drafter: Drafter, tensors: Mapping[str, Tensor], folder: Path)
                 f"{name} with values that are not finite (speculators marks what was never loaded so)"
             )
     if wrong:
-        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         do = "config.json and the weights must be of one drafter"
-        raise ParityError(f"a drafter's weights in {folder}", "; ".join(wrong[:4]) + more, do)
+        raise ParityError(f"a drafter's weights in {folder}", shorten_list(wrong, separator="; "), do)
     drafter.load_state_dict(dict(tensors), strict=False, assign=True)
     return drafter.requires_grad_(True)

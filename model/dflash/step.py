@@ -1,6 +1,6 @@
 """One training step, from captured states to the loss, and everything it used on the way.
 
-    wiring = Wiring(training, parts)
+    wiring = TrainingStep(training, parts)
     output = wiring.step(batch, captured)          # StepOutput; nothing is updated
     output.objective.numerator.backward()
 

@@ -26,13 +26,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from parity.errors import ParityError
+from parity.files import WRITING, flush_to_disk, write_atomically
 from parity.model.dflash.config import DrafterConfig, DraftVocab, RopeConfig
 from parity.model.dflash.drafter import Drafter
 from parity.model.dflash.mask import VisibilityRule
 from parity.model.recipe.config import TrainingFile, dump, parse_training_file
 
 CHECKPOINT_SCHEMA = "parity-checkpoint/1"
-WRITING = ".writing-"
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 MODEL, OPTIMIZER, STATE, TRAINING = (
     "model.safetensors",
@@ -67,26 +67,6 @@ class CheckpointContents:
     """`CHECKPOINT_NAME.exp_avg` and the like, by parameter name, and `rng.*`."""
     state: dict[str, Any]
     """Data position, best loss, counters."""
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, never sees half of it."""
-    temporary = file.with_name(f"{file.name}{WRITING}{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
-    _sync(file.parent)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _sha256(file: Path) -> str:
@@ -144,7 +124,7 @@ class Checkpoints:
     ) -> Path:
         """Write a checkpoint whole, then let old ones go. Returns its folder."""
         final = self.folder / f"step-{step:08d}"
-        temporary = self.folder / f"{final.name}{WRITING}{os.getpid()}"
+        temporary = self.folder / f"{final.name}{WRITING}-{os.getpid()}"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         files = {}
@@ -157,19 +137,19 @@ class Checkpoints:
         (temporary / TRAINING).write_text(dump(training), encoding="utf-8")
         (temporary / STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
         for file in (*temporary.iterdir(), temporary):
-            _sync(file)
+            flush_to_disk(file)
         old = self.folder / f"old-{final.name}"
         if final.exists():  # the same step again, after going on from an older checkpoint
             os.replace(final, old)
         os.replace(temporary, final)
-        _sync(self.folder)
+        flush_to_disk(self.folder)
         shutil.rmtree(old, ignore_errors=True)
         self._prune()
         return final
 
     def mark_best(self, step: int, loss: float) -> None:
         """Say that the checkpoint of `step` is the best so far; it is kept from now on."""
-        write_text(self.folder / "best.json", json.dumps({"step": step, "loss": loss}))
+        write_atomically(self.folder / "best.json", json.dumps({"step": step, "loss": loss}), durable=True)
         self._prune()
 
     def _prune(self) -> None:
@@ -177,7 +157,7 @@ class Checkpoints:
         kept = {*self.all()[-self.keep :], *([best[0]] if best else [])}
         for folder in self.all():
             if folder not in kept:
-                doomed = folder.with_name(f"{folder.name}{WRITING}{os.getpid()}")
+                doomed = folder.with_name(f"{folder.name}{WRITING}-{os.getpid()}")
                 os.replace(folder, doomed)
                 shutil.rmtree(doomed)
 
@@ -275,4 +255,4 @@ def cut_log(file: Path, step: int) -> None:
         with suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= step:
                 kept.append(line)
-    write_text(file, "".join(f"{line}\n" for line in kept))
+    write_atomically(file, "".join(f"{line}\n" for line in kept), durable=True)

@@ -1,7 +1,7 @@
 """Training data: documents from files or the corpus, packed into rows, handed out in an order that can resume.
 
     documents = read_documents(run.data, tokenizer)          # tokenised, cached
-    feed = Feed(documents, length=1536, rows=4, seed=0)
+    feed = BatchStream(documents, length=1536, rows=4, seed=0)
     for rows in feed: batch = make_batch(rows, epoch=feed.position.epoch)
 
 A record is a JSON object, a parquet row or a row of a `datasets` folder with one of `messages` (chat, OpenAI's
@@ -14,7 +14,6 @@ Shapes: S tokens of a packed row.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from parity.errors import ParityError
+from parity.files import write_atomically
 from parity.model.dflash.anchors import random_words
 from parity.model.dflash.mask import PADDING
 from parity.model.recipe.config import DataPart
@@ -312,12 +312,7 @@ def _write_cache(file: Path, documents: Sequence[Document]) -> None:
         "sample_ids": np.array([each.sample_id for each in documents], dtype=np.int64),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.writing-{os.getpid()}")
-    with temporary.open("wb") as stream:
-        stream.write(save(arrays))
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
+    write_atomically(file, save(arrays), durable=True)
 
 
 def _read_cache(file: Path) -> list[Document] | None:

@@ -1,6 +1,6 @@
 """The training loop around `Wiring.step`: accumulate, clip, update, validate, save, go on.
 
-    trainer = opening.open_trainer(presets.preset("tiny"), out=Path("run"))
+    trainer = build.open_trainer(presets.preset("tiny"), out=Path("run"))
     outcome = trainer.run()
 
 A run that was stopped, by a signal or by kill -9, is continued by opening the same file on the same folder; its
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
+from parity.files import write_atomically
 from parity.model.dflash.step import StepOutput, TrainingStep, new_drafter
 from parity.model.recipe.config import SchedulePart, TrainingFile, dump
 from parity.model.training import checkpoint, distributed
@@ -368,7 +369,9 @@ class Trainer:
             p for p in (out / "checkpoints").glob("step-*") if checkpoint.CHECKPOINT_NAME.fullmatch(p.name)
         )
         if self.ranks.first:
-            checkpoint.write_text(out / checkpoint.TRAINING, dump(self.training)) if not folders else None
+            write_atomically(
+                out / checkpoint.TRAINING, dump(self.training), durable=True
+            ) if not folders else None
         if not folders:
             if self.ranks.first:
                 checkpoint.cut_log(out / "log.jsonl", 0)

@@ -10,7 +10,7 @@
 
         def step(self, batch, states, *, anchors, seed, training):
             ...                                    # the trainer's own path, noise and splitting included
-            return Shown(loss=loss, hidden=hidden, head=head, anchors=anchors, fc_input=fc_input)
+            return AdapterStep(loss=loss, hidden=hidden, head=head, anchors=anchors, fc_input=fc_input)
 
         def parameters(self):
             return dict(self.model.named_parameters())

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.drafter.hypotheses import (
     HypothesisChange,
@@ -45,7 +46,8 @@ from parity.probes.instruments.drafter.receptive_field import (
     override_rows,
 )
 from parity.probes.instruments.drafter.reference import DrafterHypothesis, compute_reach, override_parameters
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, SyntheticDocument, make_probe_answer
+from parity.probes.rows import SyntheticDocument
+from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Finding, Value
 
 PROBED_ANCHORS = 6

@@ -29,9 +29,11 @@ from torch import Tensor
 from parity.model.dflash.anchors import AnchorConfig, AnchorCoverage, is_candidate
 from parity.model.dflash.mask import PADDING
 from parity.model.training.data import Batch
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, SyntheticDocument, make_probe_answer
-from parity.reports.record import Chart, Column, Table, Value
+from parity.probes.rows import SyntheticDocument
+from parity.probes.subject import ExaminedAdapter
+from parity.reports.record import Chart, Table, Value, declare_columns
 
 EPOCHS = 8
 DRAW_SEED = 17
@@ -330,12 +332,10 @@ def _table(draws: AnchorDraws, expected: list[int]) -> Table:
     return Table(
         name="coverage.documents",
         title=f"Anchors of every document over {EPOCHS} epochs",
-        columns=(
-            Column(key="document", title="document", kind="int"),
-            Column(key="candidates", title="candidates", kind="int"),
-            Column(key="declared", title="declared", unit="an epoch", kind="int"),
-            Column(key="anchors", title="drawn", unit="an epoch, mean", kind="float"),
-            Column(key="share", title="ever anchored", unit="of supervised tokens", kind="float"),
+        columns=declare_columns(
+            "document:int | candidates:int | declared:int (an epoch) | "
+            "anchors:float drawn (an epoch, mean) | "
+            "share:float ever anchored (of supervised tokens)"
         ),
         rows=tuple(rows),
         chart=Chart(kind="bars", x="document", y="share"),

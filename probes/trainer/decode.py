@@ -33,19 +33,15 @@ from torch import Tensor
 
 from parity.model.training.data import Batch
 from parity.probes.adapters.base import NotExposed
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.drafter import inference
 from parity.probes.instruments.drafter.hypotheses import VisibleStep
 from parity.probes.instruments.drafter.inference import DraftLogits
 from parity.probes.instruments.drafter.receptive_field import ProbeBatch, find_filling_rows
 from parity.probes.instruments.drafter.reference import DrafterHypothesis, override_parameters
-from parity.probes.subject import (
-    AdapterError,
-    ExaminedAdapter,
-    FoundDeviation,
-    SyntheticDocument,
-    make_probe_answer,
-)
+from parity.probes.rows import SyntheticDocument
+from parity.probes.subject import AdapterError, ExaminedAdapter
 from parity.reports.record import Value
 
 LONG_TEXT = 512

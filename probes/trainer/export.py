@@ -28,13 +28,14 @@ from torch import Tensor
 from parity.errors import ParityError
 from parity.model.dflash.export import ImportedCheckpoint
 from parity.probes.adapters.base import NotExposed
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.drafter import checkpoint_readers, inference
 from parity.probes.instruments.drafter.hypotheses import VisibleStep, find_embedding
 from parity.probes.instruments.drafter.inference import DraftLogits
 from parity.probes.instruments.drafter.receptive_field import ProbeBatch
 from parity.probes.instruments.drafter.reference import DrafterHypothesis, override_parameters
-from parity.probes.subject import AdapterError, ExaminedAdapter, FoundDeviation, make_probe_answer
+from parity.probes.subject import AdapterError, ExaminedAdapter
 from parity.reports.record import Value
 
 EXPORT_ANCHORS = 6

@@ -22,9 +22,11 @@ from torch import Tensor
 
 from parity.model.dflash.step import frozen as is_frozen
 from parity.probes.adapters.base import NotExposed
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, make_probe_answer
+from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Value
+from parity.reports.words import shorten_list
 
 TEACHERS = ("verifier_",)
 """What names of the teacher's own parts begin with (speculators): copies that never train."""
@@ -149,12 +151,12 @@ def _frozen_faults(seen: dict[str, ParameterChange], names: Sequence[str]) -> li
     if moved:
         size = max(seen[name].change for name in moved)
         why = "with a gradient" if any(seen[name].gradient for name in moved) else "without a gradient"
-        words = f"{_list(moved)} changed by up to {size:.3g} in one step, {why}"
+        words = f"{shorten_list(moved, 3)} changed by up to {size:.3g} in one step, {why}"
         return [FoundDeviation("frozen-trains", words, {"change": size})]
     ready = [name for name in names if seen[name].flag and (seen[name].gradient or seen[name].held)]
     if ready:
         size = max(seen[name].gradient or 0.0 for name in ready)
-        words = f"{_list(ready)} asks for gradients and gets up to {size:.3g}"
+        words = f"{shorten_list(ready, 3)} asks for gradients and gets up to {size:.3g}"
         return [FoundDeviation("frozen-trains", words, {"gradient": size})]
     return []
 
@@ -181,15 +183,11 @@ def _trained_faults(seen: dict[str, ParameterChange], names: Sequence[str]) -> l
     return [
         FoundDeviation(
             reason,
-            f"{len(found)} of {len(names)} {words[reason]}: {_list(found)}",
+            f"{len(found)} of {len(names)} {words[reason]}: {shorten_list(found, 3)}",
             {"parameters": len(found)},
         )
         for reason, found in reasons.items()
     ]
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _decay(subject: ExaminedAdapter, seen: dict[str, ParameterChange]) -> float | None:

@@ -25,12 +25,14 @@ from torch import Tensor
 
 from parity.model.dflash.mask import PADDING
 from parity.probes.adapters.base import AdapterStep, NotExposed, TargetReference
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch
 from parity.probes.instruments.loss.head_gradient import HeadGradients
 from parity.probes.instruments.loss.labels import ENOUGH, LabelEstimate, is_same_label, take_label_step
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, list_fc_taps, make_probe_answer
-from parity.reports.record import Chart, Column, Table, Value
+from parity.probes.subject import ExaminedAdapter, list_fc_taps
+from parity.reports.record import Chart, Table, Value, declare_columns
+from parity.reports.words import shorten_list
 
 ROLL = 7
 """Tokens by which a slice is rolled: prime, so that no period of the row is met."""
@@ -289,12 +291,9 @@ def _matrix(influences: list[SliceInfluence]) -> Table:
     return Table(
         name="inputs.influence",
         title="What every captured slice moves",
-        columns=(
-            Column(key="slice", title="slice"),
-            Column(key="side", title="moves"),
-            Column(key="influence", title="influence", unit="relative change, share of labels", kind="float"),
-            Column(key="gradient", title="share of gradient", kind="float"),
-            Column(key="columns", title="fc's columns", unit="blocks of D"),
+        columns=declare_columns(
+            "slice | side moves | influence:float (relative change, share of labels) | "
+            "gradient:float share of gradient | columns fc's columns (blocks of D)"
         ),
         rows=tuple(rows),
         caption=f"Each slice is rolled by {ROLL} tokens.",
@@ -333,13 +332,9 @@ def _identify(subject: ExaminedAdapter) -> CaptureIdentity | str:
     table = Table(
         name="inputs.capture",
         title="Which layer of the target every captured slice is",
-        columns=(
-            Column(key="slice", title="slice", kind="int"),
-            Column(key="tap", title="called"),
-            Column(key="own", title="from that layer", unit="relative L2", kind="float"),
-            Column(key="nearest", title="nearest"),
-            Column(key="error", title="from the nearest", unit="relative L2", kind="float"),
-            Column(key="shift", title="rows late", kind="int"),
+        columns=declare_columns(
+            "slice:int | tap called | own:float from that layer (relative L2) | nearest | "
+            "error:float from the nearest (relative L2) | shift:int rows late"
         ),
         rows=tuple(rows),
         caption=f"Limit {limit:.2g}.",
@@ -407,8 +402,7 @@ def _identity_faults(
     if not wrong:
         return []
     numbers = {f"{match.tap} from {match.nearest}": match.error for match in wrong}
-    words = ", ".join(_match_words(match) for match in wrong[:TOLD])
-    words += f", and {len(wrong) - TOLD} more" if len(wrong) > TOLD else ""
+    words = shorten_list([_match_words(match) for match in wrong], TOLD, last=", and ")
     known = [match for match in wrong if match.error <= limit]
     name = "capture-differs"
     if len(known) == len(wrong):

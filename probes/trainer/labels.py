@@ -27,12 +27,14 @@ from torch import Tensor
 
 from parity.model.dflash.anchors import blocks_at
 from parity.model.dflash.mask import PADDING
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch
 from parity.probes.instruments.loss.head_gradient import HeadGradients
 from parity.probes.instruments.loss.labels import ENOUGH, LabelEstimate, take_label_step
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, SyntheticDocument, make_probe_answer
-from parity.reports.record import Column, Table, Value
+from parity.probes.rows import SyntheticDocument
+from parity.probes.subject import ExaminedAdapter
+from parity.reports.record import Table, Value, declare_columns
 
 ASTRAY = 0.2
 """Share of slots whose labels lie elsewhere than the others', from which on it is no repeated token."""
@@ -348,13 +350,9 @@ def _table(slots: LabelledSlots) -> Table:
     return Table(
         name="labels.slots",
         title="What every slot is trained on, read from the gradient",
-        columns=(
-            Column(key="anchor", title="anchor", kind="int"),
-            Column(key="slot", title="slot", kind="int"),
-            Column(key="token", title="its token", kind="int"),
-            Column(key="read", title="trained on token", kind="int"),
-            Column(key="label", title="label", unit="draft id", kind="int"),
-            Column(key="left", title="left over", unit="relative", kind="float"),
+        columns=declare_columns(
+            "anchor:int | slot:int | token:int its token | read:int trained on token | "
+            "label:int (draft id) | left:float left over (relative)"
         ),
         rows=tuple(rows),
         caption=f"Source: {_WORDS.get(reading.kind, 'not recognised')}.",

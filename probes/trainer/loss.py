@@ -27,6 +27,7 @@ steps, one gradient, about seven products of [96, V] and [V, D] in float64. Faul
 
 from dataclasses import replace
 
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss import solve, words
 from parity.probes.instruments.loss.designed_row import DesignedBatch, design_batch
@@ -40,7 +41,7 @@ from parity.probes.instruments.loss.other_heads import (
 )
 from parity.probes.instruments.loss.slot_weights import WeightedSlots, WeightLaw
 from parity.probes.instruments.loss.solve import MixtureEstimate, WeightLaws
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, make_probe_answer
+from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Value
 
 

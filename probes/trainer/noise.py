@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from parity.probes.adapters.base import AdapterStep
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.noise.behind_fc import (
     DownstreamNoise,
@@ -38,14 +39,8 @@ from parity.probes.instruments.noise.behind_fc import (
     measure_input_rounding,
 )
 from parity.probes.instruments.noise.draws import SharedDraw, find_shared_draws, measure_noise_mean
-from parity.probes.subject import (
-    AdapterError,
-    ExaminedAdapter,
-    FoundDeviation,
-    list_fc_taps,
-    make_probe_answer,
-)
-from parity.reports.record import Chart, Column, Table, Value
+from parity.probes.subject import AdapterError, ExaminedAdapter, list_fc_taps
+from parity.reports.record import Chart, Table, Value, declare_columns
 
 SEEDS = (11, 12, 13, 14)
 REPEATS = 4.0
@@ -329,12 +324,8 @@ def _table(steps: SeededSteps) -> Table:
     return Table(
         name="noise.slices",
         title="Signal and noise of every slice that enters fc",
-        columns=(
-            Column(key="slice", title="slice", kind="int"),
-            Column(key="tap", title="tap"),
-            Column(key="signal", title="signal", unit="rms", kind="float"),
-            Column(key="noise", title="noise", unit="rms", kind="float"),
-            Column(key="ratio", title="signal/noise", kind="float"),
+        columns=declare_columns(
+            "slice:int | tap | signal:float (rms) | noise:float (rms) | ratio:float signal/noise"
         ),
         rows=tuple(rows),
         caption="On synthetic states of rms 1.",

@@ -22,8 +22,9 @@ from pathlib import Path
 
 import torch
 
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import AdapterError, ExaminedAdapter, FoundDeviation, make_probe_answer
+from parity.probes.subject import AdapterError, ExaminedAdapter
 from parity.reports.record import Value
 
 STEPS, BREAK = 4, 2

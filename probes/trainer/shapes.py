@@ -17,9 +17,10 @@ from torch import Tensor
 
 from parity.model.dflash.mask import PADDING
 from parity.probes.adapters.base import AdapterStep, NotExposed
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, list_fc_taps, make_probe_answer
-from parity.reports.record import Column, Table, Value
+from parity.probes.subject import ExaminedAdapter, list_fc_taps
+from parity.reports.record import Table, Value, declare_columns
 
 GRIDS = (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
 """Narrower dtypes, narrowest first."""
@@ -213,13 +214,13 @@ def _table(tensors: dict[str, Tensor]) -> Table:
                 numbers.numel() - finite.numel(),
             )
         )
-    names = ("tensor", "shape", "dtype", "device", "stride", "mean", "std", "min", "max", "bad")
-    titles = (*names[:-1], "not finite")
-    kinds = ("text",) * 5 + ("float",) * 4 + ("int",)
     return Table(
         name="shapes.tensors",
         title="Every tensor of one step",
-        columns=tuple(Column(key=k, title=t, kind=d) for k, t, d in zip(names, titles, kinds, strict=True)),  # type: ignore[arg-type]
+        columns=declare_columns(
+            "tensor | shape | dtype | device | stride | mean:float | std:float | min:float | max:float | "
+            "bad:int not finite"
+        ),
         rows=tuple(rows),
         detail=True,
     )

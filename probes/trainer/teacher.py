@@ -31,6 +31,7 @@ from torch import Tensor
 
 from parity.model.dflash.mask import PADDING
 from parity.probes.adapters.base import AdapterStep, NotExposed, TargetReference
+from parity.probes.answers import FoundDeviation, make_probe_answer, one
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch
 from parity.probes.instruments.loss.head_gradient import (
@@ -42,8 +43,8 @@ from parity.probes.instruments.loss.head_gradient import (
     widen_head,
 )
 from parity.probes.instruments.loss.labels import estimate_labels
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, make_probe_answer, one
-from parity.reports.record import Column, Table, Value
+from parity.probes.subject import ExaminedAdapter
+from parity.reports.record import Table, Value, declare_columns
 
 KL = 1e-6
 """Nats that float32 may differ by; float32 heads of 32,768 rows leave 1e-9."""
@@ -424,11 +425,7 @@ def _table(rows: list[tuple[Value, ...]], setting: TeacherSetup) -> Table:
     return Table(
         name="teacher.agreement",
         title="The teacher's logits against the target's own",
-        columns=(
-            Column(key="what", title="logits of"),
-            Column(key="agreement", title="argmax agrees", kind="float"),
-            Column(key="kl", title="KL", unit="nats", kind="float"),
-        ),
+        columns=declare_columns("what logits of | agreement:float argmax agrees | kl:float KL (nats)"),
         rows=tuple(rows),
         caption=f"Rounding alone: {setting.limit.words}.",
         detail=True,

@@ -18,8 +18,9 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import AdapterError, ExaminedAdapter, FoundDeviation, make_probe_answer
+from parity.probes.subject import AdapterError, ExaminedAdapter
 from parity.reports.record import Value
 
 RequestMessage = Mapping[str, str]

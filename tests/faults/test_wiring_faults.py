@@ -2,15 +2,16 @@
 
 import pytest
 
-from parity.probes.deviations import BY_NAME
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
+from parity.probes.table import find_entry
 from tests.faults import collect
 from tests.faults.wiring import HealthyVariant, InjectedFault
 
 
 @pytest.mark.parametrize("fault", collect.list_faults(), ids=lambda fault: f"{fault.trainer}: {fault.name}")
 def test_an_injected_fault_is_found_and_named(fault: InjectedFault) -> None:
-    assert BY_NAME[fault.deviation].probe == fault.probe
+    assert fault.deviation in find_entry(fault.probe).faults
     (_, answer), *_ = query_probes(ExaminedAdapter(fault.build()), only=[fault.probe])
     failed = [finding for finding in answer.findings if finding.outcome == "fail"]
     assert failed, [finding.sentence for finding in answer.findings]

@@ -21,7 +21,8 @@ from parity.model.dflash.decode import EmbeddingAndHead, RecordedText
 from parity.model.dflash.drafter import Drafter, block_ids
 from parity.model.dflash.export import TargetLayers, save_speculators, save_zlab
 from parity.model.dflash.mask import training_layout
-from parity.model.target.load import Target, TargetSpec, load_target
+from parity.model.target.load import Target, load_target
+from parity.model.target.spec import TargetSpec
 from parity.model.training.loss import LossConfig, Uniform, objective
 
 BLOCK, WINDOW, MASK = 4, 6, 3

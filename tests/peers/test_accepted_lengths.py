@@ -12,7 +12,8 @@ import torch
 from parity.model.dflash.decode import DecodeConfig, EmbeddingAndHead, decode, greedy, offline_tau, tau
 from parity.model.dflash.drafter import Drafter
 from parity.model.dflash.export import TargetLayers, save_zlab
-from parity.model.target.load import TargetSpec, load_target
+from parity.model.target.load import load_target
+from parity.model.target.spec import TargetSpec
 from parity.model.tiny import corpus
 from parity.model.tiny.embedded import find_embedded_target, tokenizer
 

@@ -9,7 +9,6 @@ step's, they are compared with the drafter that is written a second time, under 
 Shapes: A anchors, B slots, D width, V the draft's vocabulary.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -17,6 +16,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from parity.comparison.error import logit_errors
 from parity.probes.adapters.base import NotExposed
 from parity.probes.instruments.drafter.hypotheses import VisibleStep, list_global_changes
 from parity.probes.instruments.drafter.receptive_field import ProbeBatch
@@ -65,23 +65,7 @@ class DraftLogits:
     @property
     def draft_distance(self) -> Tensor:
         """[A] the largest distance of a slot."""
-        return measure_logit_distance(self.drafted, self.trained)
-
-
-def measure_logit_distance(found: Tensor, wanted: Tensor) -> Tensor:
-    """Largest distance of a slot, in units of the wanted logits' deviation from their mean.
-
-    Args:
-        found: [A, B - 1, V].
-        wanted: [A, B - 1, V].
-
-    Returns:
-        [A]; inf where not finite.
-    """
-    found, wanted = found.double(), wanted.double()
-    spread = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1)
-    apart: Tensor = (found - wanted).norm(dim=-1) / spread.clamp_min(1e-300)
-    return apart.nan_to_num(nan=math.inf).amax(-1)
+        return logit_errors(self.drafted, self.trained)
 
 
 def find_common_factor(compared: Sequence[DraftLogits], limit: float) -> float | None:
@@ -89,9 +73,7 @@ def find_common_factor(compared: Sequence[DraftLogits], limit: float) -> float |
     found = torch.cat([each.drafted.double().flatten() for each in compared])
     wanted = torch.cat([each.trained.flatten() for each in compared])
     factor = float(found @ wanted / (wanted @ wanted))
-    fits = all(
-        float(measure_logit_distance(each.drafted, each.trained * factor).max()) <= limit for each in compared
-    )
+    fits = all(float(logit_errors(each.drafted, each.trained * factor).max()) <= limit for each in compared)
     return factor if fits else None
 
 
@@ -133,7 +115,7 @@ def explain_gap(
         for each in compared:
             rows = each.look.step_output.head.detach() if head is None else head
             made = lens.compute_hidden(each.look, reading, values, table)[:, 1:] @ rows.to(torch.float32).T
-            if not float(measure_logit_distance(each.drafted, made).max()) <= cap:
+            if not float(logit_errors(each.drafted, made).max()) <= cap:
                 return False
         return True
 

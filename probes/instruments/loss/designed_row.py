@@ -24,7 +24,8 @@ from parity.probes.adapters.base import AdapterStep
 from parity.probes.instruments.loss.flat_teacher import LogitDirections, point_states
 from parity.probes.instruments.loss.head_gradient import TeacherSlice, find_draft_ids, find_teacher_slice
 from parity.probes.instruments.loss.other_heads import HeadPair
-from parity.probes.subject import AdapterError, ExaminedAdapter, SyntheticDocument
+from parity.probes.rows import SyntheticDocument
+from parity.probes.subject import AdapterError, ExaminedAdapter
 
 SLOTS = 96
 """Slots built at most: a term is a product of [slots, V] and [V, D]."""

@@ -309,7 +309,7 @@ def _fit_groups(slots: WeightedSlots, groups: WeightArray | Ints) -> tuple[Weigh
     numbers, inverse = np.unique(groups, return_inverse=True)
     columns = np.concatenate((np.eye(len(numbers))[inverse], -(slots.slot[:, None] - 1.0)), axis=1)
     scaled, target = columns / slots.tolerance[:, None], np.log(slots.weight) / slots.tolerance
-    solved = np.linalg.lstsq(scaled, target, rcond=None)[0].astype(np.float64)
+    solved: WeightArray = np.linalg.lstsq(scaled, target, rcond=None)[0].astype(np.float64)
     return columns, solved
 
 

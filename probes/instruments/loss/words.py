@@ -11,7 +11,7 @@ from parity.probes.instruments.loss.head_gradient import SOFT, HeadGradients
 from parity.probes.instruments.loss.slot_weights import WeightedSlots, WeightLaw
 from parity.probes.instruments.loss.solve import MixtureEstimate, WeightLaws, has_soft_terms
 from parity.probes.subject import ExaminedAdapter
-from parity.reports.record import Chart, Column, Table, Value
+from parity.reports.record import Chart, Table, Value, declare_columns
 
 IDENTIFIABLE = 0.05
 """Share that another term could have unseen, from which on the mix is called not identifiable."""
@@ -202,11 +202,8 @@ def make_term_table(reading: MixtureEstimate, found: WeightLaws) -> Table:
     return Table(
         name="loss.terms",
         title="Terms of the loss, from the gradient at the head's input",
-        columns=(
-            Column(key="term", title="term"),
-            Column(key="share", title="share", kind="float"),
-            Column(key="error", title="standard error", kind="float"),
-            Column(key="unseen", title="would show above", kind="float"),
+        columns=declare_columns(
+            "term | share:float | error:float standard error | unseen:float would show above"
         ),
         rows=tuple(rows),
         caption=f"Residual {reading.fit.residual:.2g}, limit {reading.fit.limit:.2g}; teacher: {reading.teacher_from}.",
@@ -229,13 +226,13 @@ def make_slot_table(
             rows.append((place, len(weights), *numbers, expected))
         else:
             rows.append((place, 0, 0.0, 0.0, 0.0, None))
-    names = ("slot", "slots", "mean", "least", "largest", "law")
-    titles = ("slot", "trained", "weight", "least", "largest", f"{law.kind} gives")
-    kinds = ("int", "int", "float", "float", "float", "float")
     return Table(
         name="loss.slots",
         title="Weight of every slot, of slot 1's",
-        columns=tuple(Column(key=k, title=t, kind=d) for k, t, d in zip(names, titles, kinds, strict=True)),  # type: ignore[arg-type]
+        columns=declare_columns(
+            "slot:int | slots:int trained | mean:float weight | least:float | largest:float | "
+            f"law:float {law.kind} gives"
+        ),
         rows=tuple(rows),
         chart=Chart(kind="profile", x="slot", y="mean"),
         detail=True,

@@ -32,7 +32,8 @@ from parity.model.dflash.decode import (
 )
 from parity.model.dflash.drafter import Drafter, block_ids
 from parity.model.dflash.mask import training_layout
-from parity.model.target.load import Target, TargetSpec, load_target
+from parity.model.target.load import Target, load_target
+from parity.model.target.spec import TargetSpec
 from parity.model.tiny.embedded import find_embedded_target
 from parity.model.training.loss import LossConfig, Uniform, objective
 
@@ -97,7 +98,7 @@ def _prompts(vocabulary: int, count: int, length: int = 9) -> list[list[int]]:
 
 def _own_greedy(target: Target, prompt: list[int], new: int) -> list[int]:
     """The target's greedy output by transformers' own `generate`."""
-    out = target.model.generate(
+    out = target.model.generate(  # type: ignore[operator]
         torch.tensor([prompt]), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     return [int(token) for token in out[0, len(prompt) :]]

@@ -12,7 +12,8 @@ from parity.model.dflash.drafter import Rope
 from parity.probes.adapters.builtin import Builtin
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.drafter.receptive_field import ProbeBatch, exchange_anchor_tokens
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from parity.probes.trainer import context
 from tests.faults.injected.context import FAULTS, FirstTokenMissing, OtherDocuments, _causal
 from tests.faults.wiring import builtin

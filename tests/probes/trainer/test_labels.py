@@ -12,7 +12,8 @@ from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.labels import estimate_labels, is_same_label, take_label_step
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from tests.faults.injected.labels import Crossing, teacher_shifted
 from tests.faults.wiring import builtin
 

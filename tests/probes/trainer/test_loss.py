@@ -23,7 +23,8 @@ from parity.probes.instruments.loss.head_gradient import (
 )
 from parity.probes.instruments.loss.mixture import bound_unseen_shares, explain
 from parity.probes.instruments.loss.slot_weights import WeightedSlots, recognise_law
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from tests.faults.injected.loss import CaseStudyLoss, Plain, configured
 from tests.faults.wiring import builtin
 

@@ -11,7 +11,8 @@ from parity.model.training.data import Batch
 from parity.model.training.states import StepStates
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.noise.draws import find_shared_draws, measure_noise_mean
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from parity.probes.trainer.noise import SEEDS
 from tests.faults.injected.inputs import fed
 from tests.faults.injected.noise_draws import EvaluatedToo, Seeded
