@@ -21,7 +21,7 @@ from parity.model.dflash.drafter import ContextCache, Drafter, Rope
 from parity.model.dflash.mask import VisibilityRule
 from parity.model.tiny import embedded
 from parity.probes.adapters.builtin import Builtin
-from tests.faults.wiring import Plant, builtin
+from tests.faults.wiring import InjectedFault, builtin
 
 Change = Callable[[Builtin], None]
 
@@ -29,7 +29,7 @@ Change = Callable[[Builtin], None]
 def _drafting(change: Callable[..., tuple[Tensor, Tensor]]) -> Change:
     """Another block at inference: `change(embeddings [A, B, D], position [A])`."""
 
-    def plant(adapter: Builtin) -> None:
+    def inject(adapter: Builtin) -> None:
         drafter = adapter.trainer.drafter
         right = drafter.draft
 
@@ -39,13 +39,13 @@ def _drafting(change: Callable[..., tuple[Tensor, Tensor]]) -> Change:
 
         drafter.draft = draft  # type: ignore[method-assign, assignment]
 
-    return plant
+    return inject
 
 
 def _caching(change: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]) -> Change:
     """Other states in the cache: `change(states [n, C * D], position [n], document [n])`."""
 
-    def plant(adapter: Builtin) -> None:
+    def inject(adapter: Builtin) -> None:
         drafter = adapter.trainer.drafter
         right = drafter.extend
 
@@ -54,13 +54,13 @@ def _caching(change: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Te
 
         drafter.extend = extend  # type: ignore[method-assign]
 
-    return plant
+    return inject
 
 
 def _differing(**attributes: Callable[[Drafter], Any]) -> Change:
     """Other attributes of the drafter while it drafts and while it fills its cache."""
 
-    def plant(adapter: Builtin) -> None:
+    def inject(adapter: Builtin) -> None:
         drafter = adapter.trainer.drafter
 
         @contextmanager
@@ -83,7 +83,7 @@ def _differing(**attributes: Callable[[Drafter], Any]) -> Change:
 
             setattr(drafter, method, changed)
 
-    return plant
+    return inject
 
 
 def _rules(change: Callable[[int, VisibilityRule], VisibilityRule]) -> Change:
@@ -103,7 +103,7 @@ def _scaled(embeddings: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _filled_with(token: int) -> Change:
-    def plant(adapter: Builtin) -> None:
+    def inject(adapter: Builtin) -> None:
         def change(embeddings: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
             made = embeddings.clone()
             made[:, 1:] = adapter.trainer.parts.embed[token].to(made)
@@ -111,7 +111,7 @@ def _filled_with(token: int) -> Change:
 
         _drafting(change)(adapter)
 
-    return plant
+    return inject
 
 
 def _reversed_slices(states: Tensor, position: Tensor, document: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,11 +200,11 @@ class AcceptsOneMore(Builtin):
     def generate(self, prompt: Sequence[int], new_tokens: int) -> tuple[Sequence[int], Sequence[int]]:
         right = decode.accept_greedy
 
-        def planted(drafts: Tensor, logits: Tensor) -> tuple[int, int]:
+        def changed(drafts: Tensor, logits: Tensor) -> tuple[int, int]:
             matched, bonus = right(drafts, logits)
             return min(matched + 1, len(drafts)), bonus
 
-        with patch.object(decode, "accept_greedy", planted):
+        with patch.object(decode, "accept_greedy", changed):
             return super().generate(prompt, new_tokens)
 
 
@@ -217,68 +217,68 @@ BF16 = {"run.precision.autocast": "bfloat16", "recipe.target.dtype": "bfloat16"}
 NONE: dict[str, Any] = {}
 
 
-def _plant(
+def _fault(
     name: str, deviation: str, then: Change, changes: dict[str, Any] | Callable[[], Any] = NONE
-) -> Plant:
+) -> InjectedFault:
     def build() -> Builtin:
         return builtin(changes() if callable(changes) else changes, then=then)
 
-    return Plant(name=name, trainer="builtin", deviation=deviation, probe="decode", build=build)
+    return InjectedFault(name=name, trainer="builtin", deviation=deviation, probe="decode", build=build)
 
 
-PLANTS = (
-    _plant("drafted one position too high", "decode-positions", _drafting(lambda e, p: (e, p + 1))),
-    _plant("drafted one position too low", "decode-positions", _drafting(lambda e, p: (e, p - 1))),
-    _plant("rope base 1e6 at inference", "decode-rope", _rope(RopeConfig(rope_theta=1e6))),
-    _plant(
+FAULTS = (
+    _fault("drafted one position too high", "decode-positions", _drafting(lambda e, p: (e, p + 1))),
+    _fault("drafted one position too low", "decode-positions", _drafting(lambda e, p: (e, p - 1))),
+    _fault("rope base 1e6 at inference", "decode-rope", _rope(RopeConfig(rope_theta=1e6))),
+    _fault(
         "half of each head turns at inference", "decode-rope", _rope(RopeConfig(partial_rotary_factor=0.5))
     ),
-    _plant(
+    _fault(
         "drafted one position too high, bfloat16",
         "decode-positions",
         _drafting(lambda e, p: (e, p + 1)),
         BF16,
     ),
-    _plant(
+    _fault(
         "last state cropped, bfloat16",
         "decode-context",
         _caching(lambda s, p, d: (s[:-1], p[:-1], d[:-1])),
         BF16,
     ),
-    _plant("last state cropped", "decode-context", _caching(lambda s, p, d: (s[:-1], p[:-1], d[:-1]))),
-    _plant("last three states cropped", "decode-context", _caching(lambda s, p, d: (s[:-3], p[:-3], d[:-3]))),
-    _plant("first state not cached", "decode-context", _caching(lambda s, p, d: (s[1:], p[1:], d[1:]))),
-    _plant(
+    _fault("last state cropped", "decode-context", _caching(lambda s, p, d: (s[:-1], p[:-1], d[:-1]))),
+    _fault("last three states cropped", "decode-context", _caching(lambda s, p, d: (s[:-3], p[:-3], d[:-3]))),
+    _fault("first state not cached", "decode-context", _caching(lambda s, p, d: (s[1:], p[1:], d[1:]))),
+    _fault(
         "causal at inference",
         "decode-within",
         _rules(lambda index, rule: replace(rule, causal=True)),
     ),
-    _plant(
+    _fault(
         "one layer causal at inference",
         "decode-within",
         _rules(lambda index, rule: replace(rule, causal=index == 0)),
     ),
-    _plant(
+    _fault(
         "no window at inference",
         "decode-window",
         _rules(lambda index, rule: replace(rule, window=None)),
         ALL_SLIDE,
     ),
-    _plant(
+    _fault(
         "window of 7 for 6 at inference",
         "decode-window",
         _rules(lambda index, rule: replace(rule, window=7)),
         ALL_SLIDE,
     ),
-    _plant("slices in reverse at inference", "decode-slices", _caching(_reversed_slices)),
-    _plant("slices rolled at inference", "decode-slices", _caching(_shifted_slices)),
-    _plant("embeddings times sqrt(D) at inference", "decode-embedding", _drafting(_scaled)),
-    _plant("token 0 fills the slots at inference", "decode-mask-token", _filled_with(0)),
-    _plant("trained with a tied head, served with the target's", "decode-head", _tied_in_training),
-    _plant("head's rows one off", "decode-head", _head_off),
-    _plant("logits doubled at inference", "decode-head", _head_scaled),
-    _plant("angles end at position 300", "decode-long", _caching(_short_table)),
-    _plant("hidden states capped at inference", "decode-not-recognised", _capped),
-    _plant("recurrent states cropped", "recurrent-state", _crops, hybrid),
-    _plant("one draft too many accepted", "verification", _accepts_more),
+    _fault("slices in reverse at inference", "decode-slices", _caching(_reversed_slices)),
+    _fault("slices rolled at inference", "decode-slices", _caching(_shifted_slices)),
+    _fault("embeddings times sqrt(D) at inference", "decode-embedding", _drafting(_scaled)),
+    _fault("token 0 fills the slots at inference", "decode-mask-token", _filled_with(0)),
+    _fault("trained with a tied head, served with the target's", "decode-head", _tied_in_training),
+    _fault("head's rows one off", "decode-head", _head_off),
+    _fault("logits doubled at inference", "decode-head", _head_scaled),
+    _fault("angles end at position 300", "decode-long", _caching(_short_table)),
+    _fault("hidden states capped at inference", "decode-not-recognised", _capped),
+    _fault("recurrent states cropped", "recurrent-state", _crops, hybrid),
+    _fault("one draft too many accepted", "verification", _accepts_more),
 )

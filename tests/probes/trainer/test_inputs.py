@@ -104,7 +104,7 @@ def test_without_a_capture_the_rest_is_asked() -> None:
 
 
 class Both(OnAllSlices, AllSlices):
-    """Faults 1 and 2 of design.md section 1 together."""
+    """Faults 1 and 2 of docs/case-study.md together."""
 
     def step(self, batch: Batch, captured: StepStates, **options: Any) -> StepOutput:
         return OnAllSlices.step(self, batch, captured, **options)
