@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.dflash.anchors import AnchorConfig, is_candidate
-from parity.model.dflash.mask import PADDING
 from parity.model.recipe.config import Recipe
+from parity.model.training.anchors import PADDING, AnchorConfig, is_candidate
 from parity.model.training.data import Batch
 from parity.probes.adapters.base import Adapter, AdapterStep, NotExposed, TargetReference
 from parity.probes.base import ProbeAnswer

@@ -26,10 +26,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.dflash.config import DrafterConfig, DraftVocab, RopeConfig
-from parity.model.dflash.drafter import Drafter
-from parity.model.dflash.mask import VisibilityRule
+from parity.model.drafting.proposer import DrafterModule, DrafterShape
+from parity.model.family import find_family
 from parity.model.recipe.config import TrainingFile, dump, parse_training_file
+from parity.model.training.exchange import flush_to_disk
 
 CHECKPOINT_SCHEMA = "parity-checkpoint/1"
 WRITING = ".writing-"
@@ -61,7 +61,7 @@ class CheckpointContents:
     step: int
     """Optimizer steps done."""
     training: TrainingFile
-    drafter: DrafterConfig
+    drafter: DrafterShape
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     """`CHECKPOINT_NAME.exp_avg` and the like, by parameter name, and `rng.*`."""
@@ -77,16 +77,7 @@ def write_text(file: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(temporary, file)
-    _sync(file.parent)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flush_to_disk(file.parent)
 
 
 def _sha256(file: Path) -> str:
@@ -135,7 +126,7 @@ class Checkpoints:
     def save(
         self,
         training: TrainingFile,
-        drafter: DrafterConfig,
+        drafter: DrafterShape,
         *,
         step: int,
         model: Mapping[str, Tensor],
@@ -157,12 +148,12 @@ class Checkpoints:
         (temporary / TRAINING).write_text(dump(training), encoding="utf-8")
         (temporary / STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
         for file in (*temporary.iterdir(), temporary):
-            _sync(file)
+            flush_to_disk(file)
         old = self.folder / f"old-{final.name}"
         if final.exists():  # the same step again, after going on from an older checkpoint
             os.replace(final, old)
         os.replace(temporary, final)
-        _sync(self.folder)
+        flush_to_disk(self.folder)
         shutil.rmtree(old, ignore_errors=True)
         self._prune()
         return final
@@ -223,29 +214,21 @@ def read_checkpoint_folder(folder: Path) -> CheckpointContents:
             raise ParityError(
                 asked, f"{name} is damaged", "remove the folder; an older checkpoint is used then"
             )
+    training = parse_training_file((folder / TRAINING).read_text(encoding="utf-8"), str(folder / TRAINING))
     return CheckpointContents(
         step=int(record["step"]),
-        training=parse_training_file((folder / TRAINING).read_text(encoding="utf-8"), str(folder / TRAINING)),
-        drafter=_drafter_config(record["drafter"]),
+        training=training,
+        drafter=find_family(training.recipe).read_config(record["drafter"]),
         model=load_file(folder / MODEL),
         optimizer=load_file(folder / OPTIMIZER),
         state=record["state"],
     )
 
 
-def _drafter_config(record: Mapping[str, Any]) -> DrafterConfig:
-    rules = tuple(VisibilityRule(**rule) for rule in record["layers"])
-    return DrafterConfig(**{**record, "layers": rules, "rope": RopeConfig(**record["rope"])})
-
-
-def load_drafter(path: str | Path, which: str = "last") -> tuple[Drafter, TrainingFile]:
+def load_drafter(path: str | Path, which: str = "last") -> tuple[DrafterModule, TrainingFile]:
     """The drafter of a checkpoint, or of a run's last or best one, and what it was trained by."""
     saved = read_checkpoint_folder(find_checkpoint(Path(path), which))
-    vocab = None
-    if "t2d" in saved.model:
-        vocab = DraftVocab(t2d=saved.model["t2d"], d2t=saved.model["d2t"])
-    drafter = Drafter(saved.drafter, vocab)
-    drafter.to(saved.model["fc.weight"].dtype).load_state_dict(saved.model)
+    drafter = find_family(saved.training.recipe).restore(saved.drafter, saved.model)
     return drafter.eval(), saved.training
 
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from parity.capturing.client import Worker, capture_with
 from parity.comparison.tolerance import Limit, coarsest, rms, rules_for
 from parity.live.harness import REGROUPED, row_errors
-from parity.model.dflash.step import StepOutput
 from parity.model.target.load import forward
 from parity.model.training.states import OnlineStates, SyntheticStates, taps_of, target_spec
+from parity.model.training.step import StepOutput
 from parity.model.training.trainer import Trainer
 from parity.probes.deviations import deviation
 from parity.reports.record import Finding, Value

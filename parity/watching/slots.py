@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.step import StepOutput
+from parity.model.training.step import StepOutput
 from parity.probes.deviations import deviation
 from parity.probes.instruments.loss.head_gradient import term_values
 from parity.probes.instruments.loss.mixture import explain

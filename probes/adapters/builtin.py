@@ -12,15 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parity.model.dflash.decode import DecodeConfig, EmbeddingAndHead, Proposer, _ends, generate, greedy
 from parity.model.dflash.export import save_speculators, save_zlab
-from parity.model.dflash.layout_write import TargetLayers as Layers
-from parity.model.dflash.step import StepOutput, drafter_config
+from parity.model.dflash.step import drafter_config
+from parity.model.drafting.decode import DecodeConfig, _ends, generate, greedy
+from parity.model.drafting.proposer import Proposer
+from parity.model.drafting.session import EmbeddingAndHead
 from parity.model.recipe.config import TrainingFile
 from parity.model.target import chat
 from parity.model.training.data import Batch, Document, read_documents
+from parity.model.training.exchange import TargetLayers as Layers
 from parity.model.training.loss import TeacherStates
 from parity.model.training.states import StepStates, open_target
+from parity.model.training.step import StepOutput
 from parity.model.training.trainer import Trainer
 from parity.probes.adapters.base import Adapter, AdapterStep, NotExposed, TargetReference
 from parity.probes.adapters.targets import TargetSide
@@ -143,7 +146,7 @@ class Builtin(Adapter):
         return made[0]
 
     def generate(self, prompt: Sequence[int], new_tokens: int) -> tuple[Sequence[int], Sequence[int]]:
-        """`parity.model.dflash.decode`'s loop."""
+        """`parity.model.drafting.decode`'s loop."""
         config = replace(self.decoding, max_new_tokens=new_tokens)
         made = generate(self.trainer.parts.speaker, self.trainer.drafter, prompt, config)
         return made.tokens, made.acceptance_lengths

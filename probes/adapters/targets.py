@@ -13,12 +13,12 @@ from torch import Tensor
 
 from parity.errors import ParityError
 from parity.model.dflash.config import DrafterConfig
-from parity.model.dflash.layout_write import TargetLayers as Layers
 from parity.model.dflash.layout_write import zlab_config
 from parity.model.dflash.step import drafter_config
 from parity.model.recipe.config import TrainingFile
 from parity.model.target import chat
 from parity.model.training.data import Batch
+from parity.model.training.exchange import TargetLayers as Layers
 from parity.model.training.states import SharedModules, SyntheticStates, open_target
 from parity.probes.adapters.base import NotExposed, TargetReference
 

@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import AnchorConfig, AnchorCoverage, is_candidate
-from parity.model.dflash.mask import PADDING
+from parity.model.training.anchors import PADDING, AnchorConfig, AnchorCoverage, is_candidate
 from parity.model.training.data import Batch
 from parity.probes.base import ProbeAnswer
 from parity.probes.subject import ExaminedAdapter, FoundDeviation, SyntheticDocument, make_probe_answer

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import blocks_at
-from parity.model.dflash.mask import PADDING
+from parity.model.training.anchors import PADDING, blocks_at
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch
 from parity.probes.instruments.loss.head_gradient import HeadGradients

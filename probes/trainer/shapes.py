@@ -13,7 +13,7 @@ rows of `parity.probes.deviations`.
 import torch
 from torch import Tensor
 
-from parity.model.dflash.mask import PADDING
+from parity.model.training.anchors import PADDING
 from parity.probes.adapters.base import AdapterStep, NotExposed
 from parity.probes.base import ProbeAnswer
 from parity.probes.subject import ExaminedAdapter, FoundDeviation, list_fc_taps, make_probe_answer

@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from parity.model.dflash.decode import (
+from parity.model.dflash.drafter import Drafter
+from parity.model.drafting.decode import (
     DecodeConfig,
     DecodeResult,
-    EmbeddingAndHead,
     RecordedText,
     decode,
     greedy,
@@ -35,7 +35,7 @@ from parity.model.dflash.decode import (
     slot_acceptance,
     tau,
 )
-from parity.model.dflash.drafter import Drafter
+from parity.model.drafting.session import EmbeddingAndHead
 from parity.model.recipe.presets import preset
 from parity.model.target.backends import isolate, parse_backend
 from parity.model.target.load import Target

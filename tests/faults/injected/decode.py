@@ -15,10 +15,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from parity.model.dflash import decode
 from parity.model.dflash.config import RopeConfig
 from parity.model.dflash.drafter import ContextCache, Drafter, Rope
 from parity.model.dflash.mask import VisibilityRule
+from parity.model.drafting import decode
 from parity.model.tiny import embedded
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.wiring import Plant, builtin
