@@ -1,8 +1,8 @@
 """Examples in docstrings call functions that exist, with arguments that they take.
 
 An example is an indented block of a docstring that is Python. Its calls are looked up where a reader would: in the
-module itself, among what the module imports, or under `parity`; the arguments are bound to the signature, and nothing is
-run. Calls on values that the example made (`report.outcome`) are not looked up.
+module itself, among what the module imports, or under `parity`; the arguments are bound to the signature, and
+nothing is run. Calls on values that the example made (`report.outcome`) are not looked up.
 """
 
 import ast

@@ -20,7 +20,7 @@ from tests.faults.wiring import planted
 class AllSlices(TrainingStep):
     """fc is fed every captured slice: design.md section 1, fault 2."""
 
-    def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+    def split_slices(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
         _, teacher = super().split_slices(captured)
         return captured.states.flatten(1).to(self.dtype), teacher
 
@@ -38,7 +38,7 @@ def fed(*order: int) -> type[TrainingStep]:
     """These slices, in this order."""
 
     class Fed(TrainingStep):
-        def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+        def split_slices(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
             _, teacher = super().split_slices(captured)
             return captured.states[:, list(order)].flatten(1).to(self.dtype), teacher
 
@@ -49,7 +49,7 @@ def scaled(slice_: int, by: float) -> type[TrainingStep]:
     """One slice is multiplied by something on its way to fc."""
 
     class Scaled(TrainingStep):
-        def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+        def split_slices(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
             conditioning, teacher = super().split_slices(captured)
             width = captured.states.shape[2]
             factor = torch.ones(conditioning.shape[1])
@@ -62,7 +62,7 @@ def scaled(slice_: int, by: float) -> type[TrainingStep]:
 class Normed(TrainingStep):
     """The final norm is applied to the conditioning states, too."""
 
-    def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+    def split_slices(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
         conditioning, teacher = super().split_slices(captured)
         parts = conditioning.reshape(len(conditioning), -1, captured.states.shape[2])
         return self.parts.norm(parts).flatten(1).detach(), teacher
@@ -72,7 +72,7 @@ def teacher_from(slice_: int) -> type[TrainingStep]:
     """Labels from a conditioning slice."""
 
     class From(TrainingStep):
-        def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+        def split_slices(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
             conditioning, _ = super().split_slices(captured)
             return conditioning, captured.states[:, slice_]
 
@@ -82,7 +82,7 @@ def teacher_from(slice_: int) -> type[TrainingStep]:
 class TeacherBlend(TrainingStep):
     """A tenth of a conditioning slice leaks into the teacher's."""
 
-    def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+    def split_slices(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
         conditioning, teacher = super().split_slices(captured)
         assert teacher is not None
         return conditioning, 0.7 * teacher + 0.3 * captured.states[:, 1]

@@ -29,7 +29,7 @@ class OnAllSlices(TrainingStep):
             captured = replace(captured, states=noisy)
         return super().step(batch, captured, **options)
 
-    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+    def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         return conditioning
 
 
@@ -42,35 +42,35 @@ class OnAllSlicesFaint(OnAllSlices):
 class Undeclared(TrainingStep):
     """Noise that the recipe does not know of."""
 
-    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+    def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         return conditioning + _noise(conditioning, 0.001, seed)
 
 
 class Never(TrainingStep):
     """The declared noise is not added."""
 
-    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+    def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         return conditioning
 
 
 class HalfWidth(TrainingStep):
     """The declared deviation is taken for the half-width of the uniform noise, which is smaller by sqrt(3)."""
 
-    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+    def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         return conditioning + (super().add_noise(conditioning, batch, seed) - conditioning) / 3**0.5
 
 
 class Gaussian(TrainingStep):
     """Another distribution of the same deviation."""
 
-    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+    def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         return conditioning + _noise(conditioning, self.recipe.noise.std, seed)
 
 
 class FirstSliceOnly(TrainingStep):
     """One conditioning layer of three gets noise."""
 
-    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+    def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         made = conditioning.clone()
         width = self.parts.embed.shape[1]
         made[:, :width] = super().add_noise(conditioning, batch, seed)[:, :width]
@@ -89,7 +89,7 @@ class Unseeded(TrainingStep):
 
     drawn = 0
 
-    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+    def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         type(self).drawn += 1
         return super().add_noise(conditioning, batch, seed + type(self).drawn)
 

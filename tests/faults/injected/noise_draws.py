@@ -97,7 +97,7 @@ class Mixed(TrainingStep):
         """[S, C, D] of the shared draw, of deviation 1."""
         raise NotImplementedError
 
-    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+    def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         width = self.parts.embed.shape[1]
         parts = conditioning.unflatten(1, (-1, width))
         own, std = _drawn(tuple(parts.shape), seed + 77), self.recipe.noise.std
@@ -163,14 +163,14 @@ class PartForSeeds(Mixed):
 class EveryOtherSeed(TrainingStep):
     """Two steps have one draw: the seed is halved somewhere."""
 
-    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+    def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         return super().add_noise(conditioning, batch, seed // 2)
 
 
 class OneSided(TrainingStep):
     """rand() without minus one half: as wide as declared around 0, and never below it."""
 
-    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+    def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         drawn = torch.rand(conditioning.shape, generator=torch.Generator().manual_seed(seed))
         drawn = torch.where((batch.document >= 0)[:, None], drawn, torch.zeros(()))
         return conditioning + (drawn * 3**0.5 * self.recipe.noise.std).to(conditioning)

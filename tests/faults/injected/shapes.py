@@ -76,7 +76,7 @@ def kept(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 class Rounded(TrainingStep):
     """The conditioning states are cast to bfloat16 and back on their way to fc."""
 
-    def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+    def split_slices(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
         conditioning, teacher = super().split_slices(captured)
         return conditioning.bfloat16().to(conditioning), teacher
 
@@ -84,7 +84,7 @@ class Rounded(TrainingStep):
 class Joined(TrainingStep):
     """fc is fed every captured slice."""
 
-    def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+    def split_slices(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
         _, teacher = super().split_slices(captured)
         return captured.states.flatten(1).to(self.dtype), teacher
 

@@ -92,7 +92,7 @@ def two_rows(wiring: TrainingStep, teacher: TeacherStates) -> TeacherStates:
 class Conditioning(TrainingStep):
     """The teacher is made from a conditioning slice."""
 
-    def split(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
+    def split_slices(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
         conditioning, _ = super().split_slices(captured)
         return conditioning, captured.states[:, 2]
 

@@ -402,5 +402,5 @@ def test_terms_are_those_of_the_loss() -> None:
 
 
 def test_keys_are_listed_without_torch() -> None:
-    code = "import sys; from parity.model import config_keys as k; k.as_text(); assert 'torch' not in sys.modules"
+    code = "import sys; from parity.model.recipe import keys as k; k.as_text(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -119,7 +119,7 @@ def test_a_trace_gives_what_the_target_gave(opened: Any, batch: Batch, tmp_path:
         ParityError, match="states of sample 9 from .*trace; found: no request with its tokens"
     ):
         offline(foreign)
-    other = training.changed({"recipe.conditioning.layers": [2, 3, 5, 7, 9]})
+    other = training.with_values({"recipe.conditioning.layers": [2, 3, 5, 7, 9]})
     with pytest.raises(ParityError, match="tap 'layer.2.out' of"):
         TraceStates(other.recipe, trace)
 
@@ -143,26 +143,26 @@ def write_speculators(folder: Path, recipe: Recipe, source: OnlineStates, docume
 
 def test_speculators_files(opened: Any, batch: Batch, tmp_path: Path) -> None:
     training, parts, source, documents = opened
-    pre = training.changed({"recipe.teacher.norm": "pre"}).recipe
+    pre = training.with_values({"recipe.teacher.norm": "pre"}).recipe
     folder = write_speculators(tmp_path / "hs", pre, source, documents)
     as_is = SpeculatorsStates(pre, folder, parts)(batch).states
     assert torch.equal(as_is, OnlineStates(pre, source.target, source.backend)(batch).states)
     normed = SpeculatorsStates(training.recipe, folder, parts)(batch).states
     torch.testing.assert_close(normed, source(batch).states)  # the file's last slice is normed as declared
-    none = training.changed({"recipe.labels": "data"}).recipe
+    none = training.with_values({"recipe.labels": "data"}).recipe
     assert SpeculatorsStates(none, folder, parts)(batch).states.shape[1] == 5
 
 
 def test_speculators_files_that_do_not_fit(opened: Any, batch: Batch, tmp_path: Path) -> None:
     training, parts, source, documents = opened
     folder = write_speculators(tmp_path / "hs", training.recipe, source, documents)
-    fewer = training.changed({"recipe.conditioning.layers": [1, 3]}).recipe
+    fewer = training.with_values({"recipe.conditioning.layers": [1, 3]}).recipe
     with pytest.raises(
         ParityError, match=r"hidden_states \[\d+, 6, 128\] for \d+ tokens\ndo this: give \[T, 3, D\]"
     ):
         SpeculatorsStates(fewer, folder, parts)(batch)
     with pytest.raises(ParityError, match="hold the conditioning layers and the final state only"):
-        layer = training.changed({"recipe.teacher": {"state": 10, "norm": "pre"}}).recipe
+        layer = training.with_values({"recipe.teacher": {"state": 10, "norm": "pre"}}).recipe
         SpeculatorsStates(layer, folder, parts)
     (folder / "hs_1.safetensors").write_bytes((folder / "hs_0.safetensors").read_bytes())
     with pytest.raises(ParityError, match="states of sample 1 .*; found: other token ids than the data"):

@@ -344,7 +344,7 @@ import json, os, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from parity.model import distributed
+from parity.model.training import distributed
 from parity.model.training.build import open_trainer
 from tests.model.training.test_trainer import SHARED_RUNS
 
@@ -354,7 +354,7 @@ for name, training, stop in SHARED_RUNS(Path(sys.argv[1])):
     outcome = trainer.run(stop_after=stop)
     sharded = all(type(p).__name__ == "DTensor" for p in trainer.drafter.parameters())
     assert sharded == (training.run.parallel == "fsdp2")
-    weights = [distributed.whole(p).flatten() for p in trainer.drafter.parameters()]
+    weights = [distributed.gather_full_tensor(p).flatten() for p in trainer.drafter.parameters()]
     made[name] = {"losses": outcome.losses, "sum": float(torch.cat(weights).double().abs().sum())}
     trainer.close()
 if trainer.ranks.first:

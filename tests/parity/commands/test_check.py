@@ -171,7 +171,7 @@ def test_dying_worker_is_told_with_its_last_words(hybrid: Path) -> None:
 def test_worker_ends_with_its_parent() -> None:
     """A parent that is killed leaves no worker behind, even one in the middle of a long job."""
     code = (
-        "from parity.capture import Worker\nimport os, signal\nw = Worker('torch')\n"
+        "from parity.capturing.client import Worker\nimport os, signal\nw = Worker('torch')\n"
         "print(w._process.pid, flush=True)\nos.kill(w._process.pid, signal.SIGSTOP)\nos.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -21,14 +21,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 torch.set_num_threads(1)
-from parity.model import distributed
-from parity.model.target.backends import isolate, parse
-isolate(parse("torch"))
+from parity.model.training import distributed
+from parity.model.target.backends import isolate, parse_backend
+isolate(parse_backend("torch"))
 from tests.parity.watching import shared
 
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo")
-made = shared.run_all(Path(sys.argv[1]), rank)
+made = shared.run_all_cases(Path(sys.argv[1]), rank)
 Path(sys.argv[1], f"made-{rank}.json").write_text(json.dumps(made))
 distributed.leave(together=True)
 """

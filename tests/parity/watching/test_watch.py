@@ -623,8 +623,7 @@ def test_a_warning_watch_lets_the_run_end_and_fails_its_report(
 
 
 def test_public_names() -> None:
-    module: Any = parity.watch  # the module, which can be called
-    assert isinstance(module(torch.nn.Linear(2, 2)), Watch) and callable(module.watch_callback)
+    assert isinstance(parity.watch(torch.nn.Linear(2, 2)), Watch)
     error = WiringChanged(
         7, Finding(name="noise", outcome="fail", sentence="it moves", fault="noise-on-teacher", next_step="x")
     )
@@ -640,9 +639,9 @@ import torch
 torch.set_num_threads(1)
 from parity.model.training.build import open_trainer
 from parity.model.recipe.presets import preset
-from parity.watch import Watch
+from parity.watching.watch import Watch
 
-trainer = open_trainer(preset("tiny").changed({
+trainer = open_trainer(preset("tiny").with_values({
     "recipe.target.backend": "fla-interpreted",
     "recipe.block.anchors": 2,
     "run.data": {"source": "corpus", "documents": 1, "validation_documents": 0, "length": 80, "document_length": 80},

@@ -109,8 +109,8 @@ class Both(OnAllSlices, AllSlices):
     def step(self, batch: Batch, captured: StepStates, **options: Any) -> StepOutput:
         return OnAllSlices.step(self, batch, captured, **options)
 
-    def split(self, captured: StepStates) -> Any:
-        return AllSlices.split(self, captured)
+    def split_slices(self, captured: StepStates) -> Any:
+        return AllSlices.split_slices(self, captured)
 
 
 def test_noise_on_the_teacher_does_not_hide_what_enters_fc() -> None:
@@ -122,7 +122,7 @@ def test_noise_on_the_teacher_does_not_hide_what_enters_fc() -> None:
 class Detached(TrainingStep):
     """Conditioning states are data: no gradient reaches them."""
 
-    def split(self, captured: StepStates) -> Any:
+    def split_slices(self, captured: StepStates) -> Any:
         conditioning, teacher = super().split_slices(captured)
         return conditioning.detach(), teacher
 

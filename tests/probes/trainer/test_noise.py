@@ -37,7 +37,7 @@ class BehindFc(TrainingStep):
 class SameEverySeed(TrainingStep):
     """The declared noise, drawn from a seed of its own."""
 
-    def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+    def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
         return super().add_noise(conditioning, batch, 1)
 
 
@@ -66,7 +66,7 @@ def test_slices_in_another_order_are_no_noise() -> None:
 
 def test_noise_that_grows_with_its_state_is_put_in_beforehand() -> None:
     class Growing(TrainingStep):
-        def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+        def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
             return conditioning + (super().add_noise(conditioning, batch, seed) - conditioning) * conditioning
 
     answer = asked(Growing, DECLARED)
@@ -75,7 +75,7 @@ def test_noise_that_grows_with_its_state_is_put_in_beforehand() -> None:
 
 def test_a_dropout_of_states_leaves_what_is_behind_untold() -> None:
     class Dropout(TrainingStep):
-        def noised(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
+        def add_noise(self, conditioning: Tensor, batch: Batch, seed: int) -> Tensor:
             kept = torch.rand(conditioning.shape, generator=torch.Generator().manual_seed(seed)) > 0.1
             return conditioning * kept
 
