@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.config import DrafterConfig
+from parity.model.drafting.proposer import DrafterShape
 from parity.model.recipe.config import Recipe
 from parity.model.training.data import Batch
 
@@ -96,7 +96,7 @@ class Adapter:
     """Whether a row may hold several documents. Where not, the adapter makes each document a row of its own."""
     dtype: torch.dtype = torch.float32
     """Of the captured states, as the capture delivers them."""
-    configured: DrafterConfig | None = None
+    configured: DrafterShape | None = None
     """Sizes, rope and norm epsilon that the drafter is configured with, which no recipe says; None: what is found of
     them is told and compared with nothing."""
 

@@ -19,7 +19,7 @@ from parity.errors import ParityError
 from parity.model.recipe.config import TrainingFile
 from parity.model.training.data import Batch
 from parity.probes.adapters.base import Adapter, AdapterStep, NotExposed, TargetReference
-from parity.probes.adapters.targets import TargetSide, ZlabDraft, body_of, conditioning_before
+from parity.probes.adapters.zlab import ZlabDraft, ZlabSide, body_of, conditioning_before
 
 
 class SpecForge(Adapter):
@@ -28,7 +28,7 @@ class SpecForge(Adapter):
     name = "SpecForge 0.2.0"
     packs = False
 
-    def __init__(self, target: TargetSide, strategy: Any) -> None:
+    def __init__(self, target: ZlabSide, strategy: Any) -> None:
         """strategy: a DFlashTrainStrategy around an OnlineDFlashModel."""
         super().__init__(target.training.recipe)
         self.target, self.strategy, self.model = target, strategy, strategy.trainable_module()
@@ -46,7 +46,7 @@ class SpecForge(Adapter):
         draft, family, base = _imports()
         from transformers import Qwen3Config
 
-        recipe, target = training.recipe, TargetSide.open(training)
+        recipe, target = training.recipe, ZlabSide.open(training)
         loss = recipe.loss
         if dict(loss.terms) != {"ce": 1.0} or recipe.draft_vocab:
             asked = f"recipe.loss.terms: {dict(loss.terms)}, recipe.draft_vocab: {recipe.draft_vocab}"

@@ -23,7 +23,7 @@ from parity.model.dflash.layout_write import speculators_config
 from parity.model.recipe.config import TrainingFile
 from parity.model.training.data import Batch
 from parity.probes.adapters.base import Adapter, AdapterStep, NotExposed, TargetReference
-from parity.probes.adapters.targets import TargetSide, ZlabDraft, body_of, conditioning_before
+from parity.probes.adapters.zlab import ZlabDraft, ZlabSide, body_of, conditioning_before
 
 SPECULATORS_TERMS = {
     "ce": "ce",
@@ -43,7 +43,7 @@ class Speculators(Adapter):
 
     name = "speculators 0.9.0"
 
-    def __init__(self, target: TargetSide, model: Any, *, call: Mapping[str, Any]) -> None:
+    def __init__(self, target: ZlabSide, model: Any, *, call: Mapping[str, Any]) -> None:
         """model: a DFlashDraftModel. call: keywords of its forward in training, as `get_trainer_kwargs` gives them."""
         super().__init__(target.training.recipe)
         self.target, self.model, self.call = target, model, dict(call)
@@ -62,7 +62,7 @@ class Speculators(Adapter):
         """A new drafter for a training file's target, configured as the recipe declares. Raises ParityError for what
         speculators cannot be told, or where it is not installed (`make peers`)."""
         core, losses = _imports()
-        target, recipe = TargetSide.open(training), training.recipe
+        target, recipe = ZlabSide.open(training), training.recipe
         size = recipe.draft_vocab.size if recipe.draft_vocab else target.vocabulary
         config = _config(target, size)
         with torch.random.fork_rng():
@@ -244,7 +244,7 @@ def _imports() -> tuple[Any, Any]:
     return core, losses
 
 
-def _config(target: TargetSide, draft_vocab: int) -> Any:
+def _config(target: ZlabSide, draft_vocab: int) -> Any:
     """A DFlashSpeculatorConfig of the declared drafter, with attention that runs on a CPU."""
     from speculators.models.dflash.config import DFlashSpeculatorConfig
 
@@ -265,7 +265,7 @@ def _most_frequent(size: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _load_verifier(model: Any, target: TargetSide) -> None:
+def _load_verifier(model: Any, target: ZlabSide) -> None:
     """Its own loading where the target is a folder that it can read, else the same tensors put in place."""
     name = model.config.speculators_config.verifier.name_or_path
     if name is not None and Path(name).is_dir():
