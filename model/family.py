@@ -13,7 +13,7 @@ tokens it drafts after an anchor, and what it remembers of a text.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -83,7 +83,7 @@ class DrafterFamily(ABC):
         folder: Path,
         layout: str,
         *,
-        head: Tensor | None = None,
+        head: Callable[[], Tensor],
         options: ExportOptions = ExportOptions(),
     ) -> Path:
         """Write a drafter for other readers.
@@ -93,7 +93,7 @@ class DrafterFamily(ABC):
             wiring: what its readers must know of the target.
             folder: where to.
             layout: one of `layouts`.
-            head: [V, D] the target's head; needed where the draft vocabulary is reduced.
+            head: gives the target's head [V, D], where a layout stores rows of it.
             options: what may be changed or replaced.
 
         Returns:

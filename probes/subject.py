@@ -200,6 +200,7 @@ class ExaminedAdapter:
         anchors = self.anchors(batch) if anchors is None else anchors
         with self.guard_adapter_call("step"), torch.enable_grad():
             shown = self.adapter.step(batch, states, anchors=anchors, seed=seed, training=training)
+            shown = shown.as_blocks() if isinstance(shown, AdapterStep) else shown
         self._check(shown, batch, anchors)
         return shown
 
@@ -217,11 +218,15 @@ class ExaminedAdapter:
         """Raise Broken for what is not shown as promised."""
         if not isinstance(shown, AdapterStep):
             raise AdapterError("step", "a Shown", type(shown).__name__)
-        where = (len(anchors), self.block, self.adapter.width)
+        own = (
+            shown.head.ndim == 2 and shown.head.shape[1:] == shown.hidden.shape[2:]
+        )  # a head of its own width
+        width = shown.head.shape[1] if own else self.adapter.width
+        where = (len(anchors), self.block, width)
         shapes: dict[str, tuple[Tensor, tuple[int | None, ...]]] = {
             "step.hidden": (shown.hidden, where),
             "step.loss": (shown.loss, ()),
-            "step.head": (shown.head, (None, self.adapter.width)),
+            "step.head": (shown.head, (None, width)),
             "step.fc_input": (shown.fc_input, (len(batch.tokens), None)),
             "step.anchors": (shown.anchors, (len(anchors),)),
         }

@@ -95,7 +95,9 @@ def wrong_calls(module: ModuleType, tree: ast.Module) -> Iterator[str | None]:
     made = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     made |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
     made |= {n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef)}
-    made |= {each.asname or each.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for each in n.names}
+    made |= {
+        each.asname or each.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for each in n.names
+    }
     for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
         try:
             found = look_up(module, call.func, made)

@@ -1,7 +1,7 @@
 """DFlash behind the seam: what `parity.model.family.DrafterFamily` asks, answered by this folder's modules."""
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -72,7 +72,7 @@ class DFlash(DrafterFamily):
         folder: Path,
         layout: str,
         *,
-        head: Tensor | None = None,
+        head: Callable[[], Tensor],
         options: ExportOptions = ExportOptions(),
     ) -> Path:
         """As `DrafterFamily.export`."""
@@ -80,7 +80,8 @@ class DFlash(DrafterFamily):
         common = {"partial_rotary": options.partial_rotary, "overwrite": options.overwrite}
         if layout == "zlab":
             return save_zlab(folder, own, wiring, full_vocabulary=options.full_vocabulary, **common)
-        return save_speculators(folder, own, wiring, head=head, **common)
+        rows = None if own.draft_vocab is None else head()
+        return save_speculators(folder, own, wiring, head=rows, **common)
 
     def load(self, folder: Path, answers: Mapping[str, object]) -> ImportedDrafter:
         """As `DrafterFamily.load`; answers are fields of `AmbiguityAnswers`, texts read as Python literals."""
@@ -110,9 +111,7 @@ class DFlash(DrafterFamily):
             raise ParityError("a recipe for this drafter", found, "none")
         if (full, sliding) not in WITHIN_NAMES:
             found = f"full layers causal: {full}, sliding layers causal: {sliding}"
-            raise ParityError(
-                "recipe.block.within for this drafter", found, "answer is_causal=True or False"
-            )
+            raise ParityError("recipe.block.within for this drafter", found, "answer is_causal=True or False")
         # Everything else has a key of its own.
         windows = [rule.window for rule in config.layers if rule.window is not None]
         maps = {"t2d": str(out / "t2d.npy"), "d2t": str(out / "d2t.npy")}

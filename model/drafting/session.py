@@ -71,9 +71,7 @@ class TextModel(Protocol):
     def session(self, layers: Sequence[int], rollback: Rollback) -> DecodingSession: ...
 
 
-def open_session(
-    target: "Target | TextModel", layers: Sequence[int], rollback: Rollback
-) -> DecodingSession:
+def open_session(target: "Target | TextModel", layers: Sequence[int], rollback: Rollback) -> DecodingSession:
     """A new text of the target.
 
     Args:

@@ -19,11 +19,10 @@ from parity.model.family import find_family
 from parity.model.recipe.config import TrainingFile
 from parity.model.target import chat
 from parity.model.training.data import Batch, Document, read_documents
+from parity.model.training.exchange import ExportOptions
 from parity.model.training.exchange import TargetLayers as Layers
 from parity.model.training.loss import TeacherStates
-from parity.model.training.exchange import ExportOptions
 from parity.model.training.states import StepStates, open_target
-from parity.model.training.step import StepOutput
 from parity.model.training.step import StepOutput
 from parity.model.training.trainer import Trainer
 from parity.probes.adapters.base import Adapter, AdapterStep, NotExposed, TargetReference
@@ -195,8 +194,8 @@ class Builtin(Adapter):
             raise NotExposed(f"export (no probe reads a checkpoint of method {self.recipe.method})")
         layout = layouts[0] if drafter.draft_vocab is None else layouts[-1]
         options = ExportOptions(partial_rotary=True, overwrite=True)
-        wiring, head = self.side.layers, self.trainer.parts.head
-        family.export(drafter, wiring, folder, layout, head=head, options=options)
+        head = self.trainer.parts.head
+        family.export(drafter, self.side.layers, folder, layout, head=lambda: head, options=options)
         return layout
 
     def tokenize(self, messages: Sequence[Mapping[str, str]]) -> tuple[Sequence[int], Sequence[bool]]:

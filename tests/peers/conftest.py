@@ -17,13 +17,12 @@ from torch import Tensor
 
 from parity.model.dflash.config import DrafterConfig, RopeConfig, layer_rules
 from parity.model.dflash.drafter import Drafter
-from parity.model.training.anchors import block_ids
 from parity.model.dflash.export import TargetLayers, save_speculators, save_zlab
 from parity.model.dflash.mask import training_layout
 from parity.model.drafting.decode import RecordedText
 from parity.model.drafting.session import EmbeddingAndHead
 from parity.model.target.load import Target, TargetSpec, load_target
-from parity.model.training.anchors import blocks_at
+from parity.model.training.anchors import block_ids, blocks_at
 from parity.model.training.loss import LossConfig, Uniform, objective
 from parity.model.training.vocabulary import DraftVocab
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from parity.model.dflash.drafter import Drafter
-from parity.model.training.anchors import block_ids
 from parity.model.dflash.export import load_checkpoint, save_zlab
 from parity.model.dflash.mask import training_layout
-from parity.model.training.anchors import blocks_at
+from parity.model.training.anchors import block_ids, blocks_at
 from parity.model.training.loss import (
     Dpace,
     ExpDecay,

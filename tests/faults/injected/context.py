@@ -13,10 +13,9 @@ from torch import Tensor
 from parity.model.dflash import mask
 from parity.model.dflash.config import RopeConfig
 from parity.model.dflash.drafter import RMSNorm, Rope
-from parity.model.training.anchors import block_ids
 from parity.model.dflash.mask import CONTEXT, BlockLayout, TokenPlaces, VisibilityRule
 from parity.model.dflash.step import TrainingStep
-from parity.model.training.anchors import PADDING
+from parity.model.training.anchors import PADDING, block_ids
 from parity.model.training.data import Batch
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.wiring import planted

@@ -14,7 +14,6 @@ from torch import Tensor
 from parity.errors import ParityError
 from parity.model.dflash.config import DrafterConfig, layer_rules
 from parity.model.dflash.drafter import Drafter
-from parity.model.training.anchors import block_ids
 from parity.model.dflash.mask import training_layout
 from parity.model.drafting.decode import (
     Cycle,
@@ -32,7 +31,7 @@ from parity.model.drafting.decode import (
 from parity.model.drafting.session import EmbeddingAndHead, Rollback, TargetSession
 from parity.model.target.load import Target, TargetSpec, load_target
 from parity.model.tiny.embedded import find_embedded_target
-from parity.model.training.anchors import blocks_at
+from parity.model.training.anchors import block_ids, blocks_at
 from parity.model.training.loss import LossConfig, Uniform, objective
 from parity.model.training.vocabulary import DraftVocab
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from parity.errors import ParityError
 from parity.model.dflash.config import DrafterConfig, RopeConfig, layer_rules
 from parity.model.dflash.drafter import AttentionKind, Drafter, rotate
-from parity.model.training.anchors import block_ids
 from parity.model.dflash.mask import BlockLayout, VisibilityRule, training_layout
+from parity.model.training.anchors import block_ids
 from parity.model.training.vocabulary import DraftVocab
 
 WIDTH, BLOCK, CONDITIONING, VOCAB, MASK_ID = 32, 4, 3, 50, 49
