@@ -1,4 +1,4 @@
-"""The seam between the trainer and a family of drafters: all that trainer, checkpoints, exchange and evaluation ask of it.
+"""The seam between the trainer and a family of drafters: all that trainer, checkpoints and exchange ask of it.
 
     family = find_family(training.recipe)
     drafter = family.new_drafter(training, parts, documents)
@@ -84,7 +84,7 @@ class DrafterFamily(ABC):
         layout: str,
         *,
         head: Callable[[], Tensor],
-        options: ExportOptions = ExportOptions(),
+        options: ExportOptions,
     ) -> Path:
         """Write a drafter for other readers.
 

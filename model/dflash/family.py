@@ -56,7 +56,7 @@ class DFlash(DrafterFamily):
 
     def new_step(self, training: TrainingFile, parts: SharedModules, drafter: DrafterModule) -> TrainingStep:
         """As `DrafterFamily.new_step`."""
-        return TrainingStep(training, parts, cast(Drafter, drafter))
+        return TrainingStep(training, parts, drafter)
 
     def restore(self, config: DrafterShape, tensors: Mapping[str, Tensor]) -> Drafter:
         """As `DrafterFamily.restore`."""
@@ -73,7 +73,7 @@ class DFlash(DrafterFamily):
         layout: str,
         *,
         head: Callable[[], Tensor],
-        options: ExportOptions = ExportOptions(),
+        options: ExportOptions,
     ) -> Path:
         """As `DrafterFamily.export`."""
         own = cast(Drafter, drafter)

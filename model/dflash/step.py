@@ -14,6 +14,7 @@ from parity.errors import ParityError
 from parity.model.dflash.config import DrafterConfig, RopeConfig, layer_rules
 from parity.model.dflash.drafter import INIT_STD, Drafter
 from parity.model.dflash.mask import BlockLayout, training_layout
+from parity.model.drafting.proposer import DrafterModule
 from parity.model.recipe.config import Recipe, RunConfig, TrainingFile
 from parity.model.training.data import Batch, Document
 from parity.model.training.states import SharedModules
@@ -27,9 +28,7 @@ WITHIN_RULES: dict[str, bool | None] = {"bidirectional": False, "causal": True, 
 class TrainingStep(RecipeStep):
     """The recipe's step with DFlash's blocks."""
 
-    drafter: Drafter
-
-    def __init__(self, training: TrainingFile, parts: SharedModules, drafter: Drafter) -> None:
+    def __init__(self, training: TrainingFile, parts: SharedModules, drafter: DrafterModule) -> None:
         """Raises ParityError for what a recipe can declare of other trainers and this one does not do."""
         recipe = training.recipe
         if recipe.attention.window_from != "query" or recipe.block.documents != "isolated":

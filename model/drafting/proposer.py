@@ -8,13 +8,13 @@
 A family writes `DrafterModule.new_context`; vocabulary maps, the draft-verify loop and the offline tau are the same
 for all families.
 
-Shapes: A anchors, n states added at once, C conditioning layers, D width of the target, V its vocabulary, Vd the
-drafter's (V, where it is not reduced). A block of `size` slots is the anchor and the `size - 1` tokens drafted after it.
+Shapes: A anchors, n states added at once, C conditioning layers, D width of the target, V its vocabulary, Vd
+the drafter's (V, where it is not reduced). A block of `size` slots is the anchor and the `size - 1` tokens drafted after it.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import Field
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,12 @@ class DrafterModule(nn.Module):
     """A family's network; its parameters are what trains."""
 
     config: DrafterShape
+
+    if TYPE_CHECKING:  # a family's own parts (`drafter.fc`), which no type here names
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     @property
     def draft_vocab(self) -> DraftVocab | None:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from parity.model.training.exchange import ImportedDrafter, TargetLayers
     from parity.model.training.states import SharedModules
 
-LayoutName = Literal["zlab", "speculators"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionResult:
@@ -65,7 +63,7 @@ class ConversionResult:
 def export(
     checkpoint: str | Path,
     *,
-    to: LayoutName,
+    to: str,
     out: str | Path,
     which: Literal["last", "best"] = "last",
     full_vocabulary: bool = False,

@@ -53,7 +53,7 @@ class AdapterStep:
     hidden: Tensor
     """[A, B, D] what enters the head, in the graph, in the order of `anchors`; step by step as `positions` says."""
     head: Tensor
-    """[V, D] the head's rows for the draft's vocabulary; its D may differ from the target's where the head is its own."""
+    """[V, D] the head's rows for the draft's vocabulary; D may differ from the target's where the head is its own."""
     anchors: Tensor
     """[A] token indices after which the drafts begin, as the step used them."""
     fc_input: Tensor
@@ -86,8 +86,9 @@ class AdapterStep:
         def pad(part: Tensor, value: float = 0.0) -> Tensor:
             return torch.cat((torch.full_like(part[:, :1], value), part), dim=1)
 
-        # The loss was computed from `hidden`; its derivative there is moved to the longer tensor, and nothing else.
-        hidden, loss = pad(self.hidden), self.loss
+        # Step 0 repeats the first one, so that it sees what that sees. The loss was computed from `hidden`; its
+        # derivative there is moved to the longer tensor, 0 at the new step, and nothing else.
+        hidden, loss = torch.cat((self.hidden[:, :1], self.hidden), dim=1), self.loss
         if loss.requires_grad and self.hidden.requires_grad:
             (slope,) = torch.autograd.grad(loss, self.hidden, allow_unused=True, retain_graph=True)
             if slope is not None:

@@ -20,7 +20,6 @@ from parity.model.recipe.config import TrainingFile
 from parity.model.target import chat
 from parity.model.training.data import Batch, Document, read_documents
 from parity.model.training.exchange import ExportOptions
-from parity.model.training.exchange import TargetLayers as Layers
 from parity.model.training.loss import TeacherStates
 from parity.model.training.states import StepStates, open_target
 from parity.model.training.step import StepOutput

@@ -7,7 +7,7 @@ Shapes: S tokens of a row, T of a document, D width, V vocabulary.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class TargetSide:
     tokenizer: Any
 
     @classmethod
-    def open(cls, training: TrainingFile) -> "TargetSide":
+    def open(cls, training: TrainingFile) -> Self:
         """Load the target of a training file. Raises ParityError as `open_target` does."""
         parts, source, tokenizer = open_target(training)
         return cls(training=training, parts=parts, source=source, tokenizer=tokenizer)

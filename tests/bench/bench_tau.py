@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from parity.model.dflash.drafter import Drafter
 from parity.model.drafting.decode import (
     DecodeConfig,
     DecodeResult,
@@ -35,6 +34,7 @@ from parity.model.drafting.decode import (
     slot_acceptance,
     tau,
 )
+from parity.model.drafting.proposer import DrafterModule
 from parity.model.drafting.session import EmbeddingAndHead
 from parity.model.recipe.presets import preset
 from parity.model.target.backends import isolate, parse_backend
@@ -132,7 +132,7 @@ def generated(target: Target, prompt: Sequence[int], stop_ids: tuple[int, ...]) 
 
 def check_loop(
     target: Target,
-    drafter: Drafter,
+    drafter: DrafterModule,
     prompts: list[list[int]],
     offline: list[DecodeResult],
     config: DecodeConfig,

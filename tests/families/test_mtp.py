@@ -65,7 +65,10 @@ def test_it_trains_and_its_checkpoint_is_read_again(trained: tuple[Path, Trainer
     assert sum(losses[-8:]) < 0.9 * sum(losses[:8]), losses
     loaded, training = load_drafter(out)
     assert training.recipe.method == "mtp" and isinstance(loaded, MtpHead)
-    assert loaded.config == trainer.config and loaded.config.hidden_size == NARROW != trainer.parts.embed.shape[1]
+    assert (
+        loaded.config == trainer.config
+        and loaded.config.hidden_size == NARROW != trainer.parts.embed.shape[1]
+    )
     own = trainer.drafter.state_dict()
     assert all(torch.equal(value, own[name]) for name, value in loaded.state_dict().items())
 
@@ -78,9 +81,7 @@ def test_it_drafts_without_loss(trained: tuple[Path, Trainer, list[float]]) -> N
     prompts = [[5, 9, 2, 7], [11, 4, 30]]
     written = decode(target, trainer.drafter, prompts, config)
     alone = [greedy(target, prompt, config) for prompt in prompts]
-    assert [list(each.tokens) for each in written] == [
-        text.tokens[text.prompt :].tolist() for text in alone
-    ]
+    assert [list(each.tokens) for each in written] == [text.tokens[text.prompt :].tolist() for text in alone]
     offline = offline_tau(trainer.drafter, find_ends(target), alone, max_new_tokens=24)
     assert [each.cycles for each in offline] == [each.cycles for each in written]
 
@@ -155,7 +156,9 @@ class SeesItsAnchor(MtpStep):
 
 def test_a_fault_of_its_own_step_is_named() -> None:
     adapter = Builtin.open(training_file())
-    adapter.trainer.wiring = SeesItsAnchor(adapter.trainer.training, adapter.trainer.parts, adapter.trainer.drafter)
+    adapter.trainer.wiring = SeesItsAnchor(
+        adapter.trainer.training, adapter.trainer.parts, adapter.trainer.drafter
+    )
     faults = {f.fault for _, made in query_adapter(adapter, ["context"]) for f in made.findings}
     assert "context-anchor" in faults
 
@@ -193,5 +196,7 @@ def test_the_family_is_small_and_the_seam_is_clean() -> None:
     places = [*(ROOT / "model/training").glob("*.py"), *(ROOT / "model/drafting").glob("*.py")]
     places += [ROOT / f"parity/commands/{name}.py" for name in ("train", "evaluate", "convert")]
     places += [ROOT / f"probes/adapters/{name}.py" for name in ("base", "builtin", "targets")]
-    named = [file.name for file in places if re.search(r"model\.dflash|\bDFlash\w|\bDFLASH\b", file.read_text())]
+    named = [
+        file.name for file in places if re.search(r"model\.dflash|\bDFlash\w|\bDFLASH\b", file.read_text())
+    ]
     assert not named

@@ -4,8 +4,8 @@ In the manner of multi-token prediction heads: step 0 reads the anchor's embeddi
 anchor; step k goes on from step k - 1 and the mask token's embedding, and predicts the k-th token after the anchor. It
 may be narrower than its target, and projects at both ends.
 
-Shapes: S tokens of a row, A anchors, B steps (0 is the anchor), C conditioning layers, D width of the target, W width of
-the head.
+Shapes: S tokens of a row, A anchors, B steps (0 is the anchor), C conditioning layers, D width of the target, W width
+of the head.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -188,7 +188,7 @@ class Mtp(DrafterFamily):
         layout: str,
         *,
         head: Callable[[], Tensor],
-        options: ExportOptions = ExportOptions(),
+        options: ExportOptions,
     ) -> Path:
         """As `DrafterFamily.export`."""
         config = {"mtp": asdict(cast(MtpHead, drafter).config), "target": asdict(wiring)}
@@ -198,7 +198,9 @@ class Mtp(DrafterFamily):
         """As `DrafterFamily.load`."""
         raw: dict[str, dict[str, Any]] = read_layout_config(folder)
         drafter = self.restore(self.read_config(raw["mtp"]), read_layout_tensors(folder))
-        target = {name: tuple(each) if isinstance(each, list) else each for name, each in raw["target"].items()}
+        target: dict[str, Any] = {
+            name: tuple(each) if isinstance(each, list) else each for name, each in raw["target"].items()
+        }
         return ImportedDrafter(drafter=drafter, wiring=TargetLayers(**target), layout="mtp", shared={})
 
     def known_answers(self, drafter: DrafterModule, wiring: TargetLayers) -> Mapping[str, object]:

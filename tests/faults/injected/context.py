@@ -219,7 +219,7 @@ def _rules(change: Callable[[int, VisibilityRule], VisibilityRule]) -> Callable[
     """Other rules in the drafter's layers, before anything else is made of them."""
 
     def plant(adapter: Builtin) -> None:
-        config = adapter.trainer.drafter.config
+        config: Any = adapter.trainer.drafter.config
         layers = tuple(change(index, rule) for index, rule in enumerate(config.layers))
         adapter.trainer.drafter.config = replace(config, layers=layers)
 
@@ -236,7 +236,7 @@ def _window(change: Callable[[int, int | None], int | None]) -> Callable[[Builti
 
 def _rope(rope: RopeConfig) -> Callable[[Builtin], None]:
     def plant(adapter: Builtin) -> None:
-        drafter = adapter.trainer.drafter
+        drafter: Any = adapter.trainer.drafter
         drafter.rope = Rope(rope, drafter.config.head_dim)
 
     return plant
