@@ -4,6 +4,7 @@
 #   make test     the tests; ARGS="-k word" for some, ARGS="-m optin" for those with a package of their own
 #   make lint     ruff, mypy (strict), import-linter
 #   make wheel    sdist, and the wheel built from it, in dist/
+#   make docs     the documentation, in site/; warnings are errors
 #   make faults   every planted wiring fault against all probes; writes the matrix that ships
 #   make peers    other trainers and readers, which tests/peers/ compares ours with
 
@@ -12,6 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 PEERS := $(VENV)/.peers
+MKDOCS := $(VENV)/.mkdocs
 EXTRAS := dev,gguf,serve
 ARGS ?=
 
@@ -19,13 +21,15 @@ ARGS ?=
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: check test lint wheel peers faults
+.PHONY: check test lint wheel docs peers faults
 .DELETE_ON_ERROR:
 
 check: $(READY)
 	$(BIN)/parity check $(ARGS)
 
+# Some tests open the pages in a browser; where none can be installed they are skipped (never in CI).
 test: $(READY)
+	@bash tests/browser.sh
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
 
 lint: $(READY)
@@ -36,6 +40,15 @@ lint: $(READY)
 
 wheel: $(READY)
 	$(BIN)/python -m build --no-isolation --outdir dist .
+
+# Its packages are no part of `dev`: only this target and one test use them.
+docs: $(MKDOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+$(MKDOCS): $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check -qq -c constraints.txt -e '.[docs]'
+	touch $@
 
 # The stamp is as old as the last successful installation; a change of either file installs again.
 $(READY): pyproject.toml constraints.txt

@@ -12,18 +12,15 @@ An unknown key is an error that names the nearest known one.
         - {finding: loading.wrapper, because: "transformers#123", until: 2027-01-31}
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from datetime import date
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from parity.errors import ParityError
+from parity.reading import read_strict_yaml, validate_data
 
 
 class FrozenModel(BaseModel):
@@ -116,71 +113,14 @@ class Policy(FrozenModel):
     @classmethod
     def load(cls, path: Path) -> "Policy":
         """Read a YAML or JSON policy. Raises ParityError, for an unknown key with the nearest known one."""
-        return read_model(cls, path, "policy")
+        return read_strict_yaml(cls, path, "policy")
 
 
-M = TypeVar("M", bound=FrozenModel)
-
-
-def read_model(kind: type[M], path: Path, what: str) -> M:
-    """A YAML or JSON file as a model. Raises ParityError, for an unknown key with the nearest known one."""
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ParityError(
-            f"the {what} {path}", f"no readable YAML ({error})", "name a YAML or JSON file"
-        ) from error
-    return _validate(kind, data, f"{what} {path}")
-
-
-def policy_from(data: Mapping[str, Any], what: str = "policy") -> Policy:
+def policy_from(data: Mapping[str, object], what: str = "policy") -> Policy:
     """A policy from what its file would hold. Raises ParityError as `Policy.load` does."""
-    return _validate(Policy, dict(data), what)
+    return validate_data(Policy, dict(data), what)
 
 
-def _validate(kind: type[M], data: object, what: str) -> M:
-    """The data as a model, or what is wrong with it in words."""
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        # Of a misspelt key and the missing one it stands for, the misspelt one says more.
-        errors = error.errors()
-        first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
-        steps = [str(part) for part in first["loc"]]
-        place, key = ".".join(steps), steps[-1] if steps else ""
-        known = _known_keys(kind, first["loc"][:-1])
-        near = (difflib.get_close_matches(key, known, 1, 0.0) or known)[0]
-        do = f"write {near!r}" if first["type"] == "extra_forbidden" else f"known keys: {', '.join(known)}"
-        raise ParityError(f"the {what}", f"{place or 'the file'}: {first['msg']}", do) from error
-
-
-def _known_keys(kind: type[BaseModel], steps: Sequence[int | str]) -> list[str]:
-    """The keys of the innermost model on the way that `steps` lead through `kind`."""
-    at: Any = kind
-    inner = kind
-    for step in steps:
-        at = _inside(at, step)
-        if isinstance(at, type) and issubclass(at, BaseModel):
-            inner = at
-    return list(inner.model_fields)
-
-
-def _inside(hint: Any, step: int | str) -> Any:
-    """The type found one step (a key or an index) inside a type."""
-    if isinstance(hint, type) and issubclass(hint, BaseModel):
-        field = hint.model_fields.get(str(step))
-        hint = field.annotation if field is not None else None
-    else:
-        args = get_args(hint)
-        if get_origin(hint) is dict:
-            hint = args[1]
-        elif get_origin(hint) is tuple:
-            hint = args[0]
-    if get_origin(hint) in (Union, UnionType):
-        hint = next((arg for arg in get_args(hint) if arg is not type(None)), None)
-    return hint
-
-
-def matches(name: str, globs: Sequence[str] | Mapping[str, Any]) -> bool:
+def matches(name: str, globs: Sequence[str] | Mapping[str, object]) -> bool:
     """Whether a name is one of the globs' (case matters, as in tap names)."""
     return any(fnmatchcase(name, glob) for glob in globs)

@@ -1,4 +1,4 @@
-"""pytest plug-in: hold two traces against each other in a test, and a fixture that captures them.
+"""pytest plug-in: compare two traces in a test, and a fixture that captures them.
 
     from parity.pytest_plugin import assert_parity
 
@@ -12,7 +12,6 @@ loaded by the first capture or comparison.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from parity.errors import ParityError
+from parity.files import write_atomically
 
 if TYPE_CHECKING:
     from parity.policy import Policy
@@ -41,20 +41,34 @@ def assert_parity(
     taps: Sequence[str] | None = None,
     baseline: "str | Path | Report | None" = None,
 ) -> "Report":
-    """Compare candidate `a` with reference `b`; the gate's report where they agree.
+    """Compare candidate `a` with reference `b`, and let the gate decide.
 
-    `policy` is a file, its content, or a `Policy`: limits per tap, allowed skips, expected failures (until they
-    expire). Raises AssertionError with the findings in words where the gate does not pass, and where nothing was
-    compared; ParityError for what cannot be read.
+    Args:
+        a: The candidate: a trace, or another tool's dump.
+        b: The reference.
+        policy: A file, its content, or a `Policy`: limits per tap, allowed skips, expected failures until they expire.
+        golden: A float64 trace of the same prompts, which judges both.
+        floor: A JSON file with measured benign differences, or a trace's folder to measure them from.
+        taps: Names or globs of taps; all by default.
+        baseline: An earlier report, of which nothing may have become worse.
+
+    Returns:
+        The gate's report, where it passes or warns.
+
+    Raises:
+        AssertionError: The gate does not pass (the findings in words), or nothing was compared.
+        ParityError: Something cannot be read.
     """
     __tracebackhide__ = True
-    from parity.commands.compare import compare_sides, report_sides
+    from parity.commands.compare import CompareOptions, compare_sides, report_sides
     from parity.errors import NothingComparable
     from parity.gating.gate import gate
 
     rules = _policy(policy)
     try:
-        comparison, pair = compare_sides(a, b, golden=golden, floor=floor, policy=rules, taps=taps)
+        comparison, pair = compare_sides(
+            a, b, CompareOptions(golden=golden, floor=floor, policy=rules, taps=taps)
+        )
         report = report_sides(comparison, pair, "assert_parity")
         verdict = gate(report, policy=rules, baseline=baseline)
     except NothingComparable as error:
@@ -109,8 +123,8 @@ def capture_parity(tmp_path_factory: pytest.TempPathFactory) -> Capture:
 
         if not folder:
             folder.append(tmp_path_factory.mktemp("parity"))
-        asked = {"model": str(model), "prompts": _content(prompts), "backend": backend, **options}
-        key = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        request = {"model": str(model), "prompts": _content(prompts), "backend": backend, **options}
+        key = hashlib.sha256(json.dumps(request, sort_keys=True, default=str).encode()).hexdigest()[:16]
         if key not in made:
             out = folder[0] / key
             _capture(out, str(model), _file(prompts, out.with_suffix(".jsonl")), backend, options)
@@ -138,9 +152,7 @@ def _file(prompts: Prompts, file: Path) -> Path:
         {"id": f"r{n}", **({"prompt": each} if isinstance(each, str) else {"token_ids": list(each)})}
         for n, each in enumerate(prompts)
     ]
-    temporary = file.with_name(file.name + ".writing")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    os.replace(temporary, file)
+    write_atomically(file, "".join(json.dumps(line) + "\n" for line in lines))
     return file
 
 

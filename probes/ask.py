@@ -1,4 +1,4 @@
-"""Asking a trainer: opens the adapter that was named, asks every wiring probe, states what was measured.
+"""Examines a trainer: opens the adapter that was named, runs every wiring probe, states what was measured.
 
     asked = ask_trainer(presets.preset("unit"))
     print(asked.conformance.paragraph)
@@ -21,7 +21,7 @@ from parity.model.recipe.check import KeyLines, check_target, nearest
 from parity.model.recipe.config import Recipe, TrainingFile
 from parity.probes.adapters.base import Adapter
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import query_adapter
+from parity.probes.query import query_adapter
 from parity.probes.table import TABLE
 from parity.reports.record import Conformance
 

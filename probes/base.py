@@ -1,48 +1,61 @@
-"""What a probe is, and what a trace probe may ask for.
+"""What a probe of traces is, what it is given, and what both kinds of probes answer with.
 
-A probe asks one question. It is given `Evidence` (the traces that workers captured, or the reason why
-one is missing) and answers with findings and tables. What is missing is a `skip_answer` finding that says
-so; a probe never passes on nothing.
+A probe answers one question. It is given `Evidence` (the traces that workers captured, or the reason why
+one is missing) and returns findings and tables. Where something is missing, `skip_answer` makes the finding; a probe
+never passes on nothing.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Protocol, TypedDict
 
 from parity.comparison.tolerance import Floor
 from parity.comparison.traces import Comparison, compare_traces
 from parity.diagnosis.kinds import diagnose_or_why
 from parity.diagnosis.report import diagnosed_tables_and_findings
-from parity.kernel.sums import PairStats, pair_stats
-from parity.reports.record import Column, Finding, Statement, Table, Value
+from parity.reports.record import Finding, Statement, Table, Value
 from parity.tracing.trace import Trace
 
 CAPTURE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
+TargetStructure = TypedDict(
+    "TargetStructure",
+    {
+        # `linear_attention` or `full_attention` for each decoder layer.
+        "layer_types": Sequence[str],
+        # Names of parameters that are stored in float32, and kept so beside bfloat16 weights.
+        "kept_float32": Sequence[str],
+        # Why not all weights were compared with the checkpoint; empty where they were.
+        "unchecked": str,
+        # How many numbers all parameters hold.
+        "parameters": int,
+        "class": str,
+    },
+    total=False,
+)
+"""The target as the torch worker described it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What the workers brought."""
+    """What the workers captured."""
 
     other: str
-    """The backend that is held against torch."""
+    """The backend that is compared with torch."""
     traces: Mapping[str, Trace]
     """By name: `torch.fp32`, `other.bf16.local`, `golden`, `torch.fp32.decode`, ..."""
     absent: Mapping[str, str]
-    """Why a trace is not there: what is missing, or how its worker ended."""
+    """Name of a trace that is not there -> why: what is missing, or how its worker ended."""
     crashes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Worker to (what happened, last lines of its standard error)."""
+    """Worker -> (what happened, last lines of its standard error)."""
     operators: Mapping[str, Path] = field(default_factory=dict)
     """Recorded operator calls by name: `torch.fp32`, `golden.fp32`, `other.fp32.local`."""
     self_tests: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """The interpreter's error and limit by dtype."""
-    target: Mapping[str, Any] = field(default_factory=dict)
-    """Structure of the target, as the worker described it."""
+    target: TargetStructure = field(default_factory=TargetStructure)
     _floors: dict[str, Floor | None] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -51,14 +64,18 @@ class Evidence:
         return [index for index, kind in enumerate(self.target["layer_types"]) if kind == "linear_attention"]
 
     def why_not(self, *names: str) -> str | None:
-        """Why these traces cannot be compared, or None where all are there."""
+        """Return why these traces cannot be compared, or None where all are there."""
         for name in names:
             if name not in self.traces:
                 return f"{name}: {self.absent.get(name, 'was not captured')}"
         return None
 
     def floor(self, dtype: str) -> Floor | None:
-        """What a rerun and another batch size change on torch here, by tap; None where neither was captured."""
+        """Return what a rerun and another batch size change on torch, by tap; None where neither was captured.
+
+        Args:
+            dtype: a key of `CAPTURE_DTYPES`.
+        """
         if dtype not in self._floors:
             self._floors[dtype] = self._measured_floor(dtype)
         return self._floors[dtype]
@@ -90,7 +107,7 @@ class ProbeAnswer:
     statement: Statement | None = None
     """What a wiring probe measured, whether it is as declared or not."""
     unasked: str = ""
-    """Why it has no finding: another answer's finding speaks for it too."""
+    """Why it has no finding: another answer's finding reports the reason."""
 
 
 class TraceProbe(Protocol):
@@ -103,7 +120,13 @@ class TraceProbe(Protocol):
 
 
 def skip_answer(name: str, because: str, next_step: str) -> ProbeAnswer:
-    """The answer of a probe that could not ask."""
+    """Make the answer of a probe whose evidence is missing.
+
+    Args:
+        name: of the finding.
+        because: what is missing, in words.
+        next_step: what the reader can do about it.
+    """
     return ProbeAnswer(
         findings=(
             Finding(name=name, outcome="skipped", sentence=f"not compared: {because}", next_step=next_step),
@@ -113,7 +136,7 @@ def skip_answer(name: str, because: str, next_step: str) -> ProbeAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class PairAnswer:
-    """A comparison of two traces in a probe's terms: what differs is named when a probe asks for it in words."""
+    """A comparison of two traces in a probe's terms; what differs is diagnosed only when findings are read."""
 
     comparison: Comparison
     name: str
@@ -123,7 +146,7 @@ class PairAnswer:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """As `parity compare` tells it; where it fails, `NAME.diagnosis` and every failing finding name the fault."""
+        """As `parity compare` reports it; where it fails, `NAME.diagnosis` and every failing finding name the fault."""
         return self._tables_and_findings[1]
 
     @property
@@ -151,36 +174,22 @@ def compare_pair(
     floor: Floor | None = None,
     taps: Sequence[str] | None = None,
 ) -> PairAnswer:
-    """Compare two traces of the evidence."""
+    """Compare two traces of the evidence.
+
+    Args:
+        evidence: what was captured.
+        name: first part of the names of findings and tables.
+        a, b: names of the traces; b is the reference.
+        golden: name of the fp64 trace that both are judged by, if any.
+        floor: the measured noise that the difference is judged by.
+        taps: the taps to compare; all that both hold by default.
+    """
     one, two = evidence.traces[a], evidence.traces[b]
-    held = evidence.traces[golden] if golden else None
-    comparison = compare_traces(one, two, floor=floor, taps=taps, golden=held)
+    reference = evidence.traces[golden] if golden else None
+    comparison = compare_traces(one, two, floor=floor, taps=taps, golden=reference)
     return PairAnswer(comparison=comparison, name=name, a=one, b=two)
 
 
-def token_errors(stats: PairStats) -> NDArray[np.float64]:
-    """[tokens] |a - b| / |b|; inf for a token with an element that is not finite on either side."""
-    bad = stats.field("bad_a") + stats.field("bad_b") > 0
-    return np.where(bad, np.inf, stats.relative_l2())
-
-
-def relative_l2(a: Trace, b: Trace, tap: str) -> float:
-    """|a - b| / |b| of one tap over all requests both hold, as one vector; dtypes may differ."""
-    difference = reference = 0.0
-    for request in b.requests:
-        stats = pair_stats(a.tensor(request.id, tap), b.tensor(request.id, tap), full=False)
-        if stats.field("bad_a").any() or stats.field("bad_b").any():
-            return float("inf")
-        difference += float(stats.field("dd").sum())
-        reference += float(stats.field("bb").sum())
-    return (difference / reference) ** 0.5 if reference else float("inf") if difference else 0.0
-
-
-def text_columns(*names: tuple[str, str]) -> tuple[Column, ...]:
-    """Text columns of (key, title)."""
-    return tuple(Column(key=key, title=title) for key, title in names)
-
-
 def evidence_of(**values: Value) -> tuple[tuple[str, Value], ...]:
-    """Pairs for a finding's evidence, names with spaces for underscores."""
+    """Return pairs for a finding's evidence, names with spaces for underscores."""
     return tuple((name.replace("_", " "), value) for name, value in values.items())

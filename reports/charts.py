@@ -198,6 +198,7 @@ def _lines(plot: ChartRows, numbers: Sequence[float]) -> Layers:
         shapes = {"shape": alt.Shape("s:N", title=words.heading(plot.columns["s"]), scale=scale)}
     base = alt.Chart(alt.NamedData(name="rows")).encode(x=_place(plot), **colours)
     y = _axis(plot, numbers, alt.Y)
+    # What has a place is a line with points; zeros stand on a line of their own, the rest at the upper edge.
     placed = base.transform_filter(f"datum.k === {NUMBER}")
     size = 55 if len(rows["x"]) <= 400 else 14
     layers: list[Any] = []
@@ -313,6 +314,7 @@ def _heatmap(plot: ChartRows, numbers: Sequence[float]) -> Layers:
     """Cells over x and y in steps of colour; hollow where 0 on a logarithmic scale, crossed where odd."""
     x, y = (_band(plot, name, channel) for name, channel in (("x", alt.X), ("y", alt.Y)))
     base = alt.Chart(alt.NamedData(name="rows")).encode(x=x, y=y, tooltip=_TIP)
+    # Steps of colour, each with its name in the legend.
     bounds = _bounds(numbers, plot.chart.log)
     names = [f"under {words.number(bounds[0])}", *(f"from {words.number(bound)}" for bound in bounds)]
     plot.rows["b"] = [_step(value, names, bounds) for value in plot.rows["v"]]
@@ -323,6 +325,7 @@ def _heatmap(plot: ChartRows, numbers: Sequence[float]) -> Layers:
     colour = alt.Color(
         "b:N", title=words.heading(plot.columns["v"]), scale=scale, legend=None if written else legend
     )
+    # Cells by what their value is, numbers written on top where they are few.
     layers = []
     if NUMBER in plot.rows["k"]:
         layers.append(base.transform_filter(f"datum.k === {NUMBER}").mark_rect().encode(color=colour))

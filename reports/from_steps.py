@@ -23,6 +23,7 @@ from parity.reports.record import (
     Suspicion,
     Table,
     Value,
+    declare_columns,
 )
 
 FAILING_OUTCOMES: tuple[Outcome, ...] = ("fail", "error")
@@ -41,11 +42,25 @@ def steps_report(
     suspicions: Sequence[Suspicion] = (),
     notes: Sequence[str] = (),
 ) -> Report:
-    """The run as a report of kind `train`. Raises ParityError where there is no step."""
+    """The run as a report of kind `train`.
+
+    Args:
+        steps: Its step reports, rising.
+        title: The report's title.
+        command: The command line that shows it again.
+        subject: What was trained, as names and values; the span of the steps is added.
+        environment: Versions and devices, as names and values.
+        suspicions: Answers to the user's suspicions.
+        notes: Sentences for the end of the report.
+
+    Raises:
+        ParityError: There is no step.
+    """
     if not steps:
         raise ParityError(
             "a report of a training run", "no step report in it", "wait for the first probed step"
         )
+    # Which steps were probed, and where something stopped being in order.
     first, last = steps[0], steps[-1]
     marks = drift(steps)
     span: tuple[tuple[str, Value], ...] = (
@@ -179,6 +194,7 @@ def column_group_of(name: str) -> tuple[str, str]:
 
 def _timelines(steps: Sequence[StepReport], marks: Sequence[tuple[int, str]]) -> Iterator[Table]:
     """Every number over the steps, related ones in one table; those that never changed in one table of their own."""
+    # Points by group of related numbers: step, line, value.
     rows: dict[str, list[tuple[Value, ...]]] = {}
     names: dict[tuple[str, str], str] = {}
     for step in steps:
@@ -187,6 +203,7 @@ def _timelines(steps: Sequence[StepReport], marks: Sequence[tuple[int, str]]) ->
                 group, line = column_group_of(name)
                 rows.setdefault(group, []).append((step.step, line, float(value)))
                 names[group, line] = name
+    # A timeline for each group that moved, the rest as one table.
     moving = sorted((group for group in rows if _has_changed(rows[group])), key=_interest)
     for index, group in enumerate(moving):
         lines = [name for (of, _), name in names.items() if of == group]
@@ -203,11 +220,7 @@ def _timelines(steps: Sequence[StepReport], marks: Sequence[tuple[int, str]]) ->
             title="Numbers that were the same at every probed step"
             if len(steps) > 1
             else "Numbers of the probed step",
-            columns=(
-                Column(key="name", title="what"),
-                Column(key="value", title="value", kind="float"),
-                Column(key="steps", title="probed steps", kind="int"),
-            ),
+            columns=declare_columns("name what | value:float | steps:int probed steps"),
             rows=tuple(still),
             detail=True,
         )
@@ -244,7 +257,7 @@ def _timeline(
 ) -> Table:
     """One group of numbers over the steps. title: the name of its only line. first: says what the marks are."""
     sizes = [value for _, _, value in points if isinstance(value, float) and math.isfinite(value)]
-    positive = bool(sizes) and min(sizes) > 0
+    positive = bool(sizes) and min(sizes) > 0  # a logarithmic axis has no place for anything else
     points = sorted(points, key=lambda row: [_number(row[1]), row[0]])
     quantity, by = _titles(group)
     about = "; ".join(f"step {step}: {names}" for step, names in marks)
@@ -303,12 +316,7 @@ def _changes(steps: Sequence[StepReport]) -> Iterator[Table]:
         yield Table(
             name="changes",
             title="What was said of the step, and where that changed",
-            columns=(
-                STEP_COLUMN,
-                Column(key="name", title="what"),
-                Column(key="before", title="before"),
-                Column(key="after", title="from this step on"),
-            ),
+            columns=declare_columns("step:int | name what | before | after from this step on"),
             rows=tuple(rows),
         )
 
@@ -326,12 +334,6 @@ def _outcomes(steps: Sequence[StepReport]) -> Iterator[Table]:
         yield Table(
             name="outcomes",
             title="Findings, at the steps at which they changed",
-            columns=(
-                STEP_COLUMN,
-                Column(key="finding", title="finding"),
-                Column(key="outcome", title="outcome", kind="outcome"),
-                Column(key="fault", title="fault"),
-                Column(key="sentence", title="what was found"),
-            ),
+            columns=declare_columns("step:int | finding | outcome:outcome | fault | sentence what was found"),
             rows=tuple(rows),
         )

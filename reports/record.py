@@ -4,15 +4,25 @@ A record never computes and never paints: probes and runners fill records with f
 (`to_text`, `to_json`, `to_html`, `to_markdown`) turn them into something to look at. The JSON form is
 described by `reports.schema`, which also keeps the schema's version.
 
+A table is declared in one line: its columns as a header, its rows from records by name.
+
+    columns = declare_columns("tap | token:int token (position) | error:float relative L2")
+    Table(name="worst", title="Worst tokens", columns=columns, rows=collect_rows(columns, comparison.worst))
+
     python -m parity show REPORT.json
 """
 
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar, get_args
 
 Outcome = Literal["pass", "fail", "warn", "skipped", "error"]
 """pass: compared, and within the limit. fail: compared, and outside. warn: worth a look, does not fail.
 skipped: not compared, because something is missing. error: the probe broke, or has no power here."""
+
+ColumnKind = Literal["text", "int", "float", "outcome", "flag"]
+"""How a column's cells are to be read."""
 
 Verdict = Literal["ruled out", "found", "not tested"]
 """The three answers to a suspicion."""
@@ -33,7 +43,7 @@ class Column:
     """What a person reads above the column."""
     unit: str = ""
     """Unit or definition in a few words, for example `relative L2` or `s`."""
-    kind: Literal["text", "int", "float", "outcome", "flag"] = "text"
+    kind: ColumnKind = "text"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,3 +216,65 @@ class StepReport:
     """What is no scalar: the influence matrix, tensors by name. A table keeps its name from step to step."""
     seconds: float = 0.0
     """What the probes added to this step, in seconds of the step's own process."""
+
+
+_KINDS: dict[str, ColumnKind] = {kind: kind for kind in get_args(ColumnKind)}
+_COLUMN = re.compile(r"(\w+)(?::(\w+))?(?:\s+(.+?))??(?:\s+\(([^()]*)\))?")
+"""`key:kind title (unit)`; all but the key may be absent."""
+
+Record = TypeVar("Record")
+
+
+def declare_columns(header: str) -> tuple[Column, ...]:
+    """The columns that a header declares, in its order.
+
+    Args:
+        header: Columns between `|`, each as `key:kind title (unit)`. Without a kind a column is `text`, without a
+            title it is called as its key, without a unit it has none: `slot:int | weight:float mean weight`.
+
+    Raises:
+        ValueError: A column that is not of that form, with a kind that no column has, or with the key of another.
+    """
+    columns: list[Column] = []
+    for text in header.split("|"):
+        match = _COLUMN.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"{text.strip()!r} declares no column: write `key:kind title (unit)`")
+        key, kind, title, unit = match.groups()
+        if kind is not None and kind not in _KINDS:
+            raise ValueError(f"column {key!r} has the kind {kind!r}, which is none of {', '.join(_KINDS)}")
+        if any(column.key == key for column in columns):
+            raise ValueError(f"two columns have the key {key!r}")
+        columns.append(Column(key=key, title=title or key, unit=unit or "", kind=_KINDS[kind or "text"]))
+    return tuple(columns)
+
+
+def collect_rows(
+    columns: Iterable[Column], records: Iterable[Record], **computed: Callable[[Record], Value]
+) -> tuple[tuple[Value, ...], ...]:
+    """One row a record: a cell is what the record holds under the column's key.
+
+    Args:
+        columns: The table's columns, in order.
+        records: Objects with attributes, or mappings, that are named as the columns' keys are.
+        computed: By key, how a cell is made of a record that does not hold it under that name.
+
+    Raises:
+        AttributeError, KeyError: A record without something of that name.
+        TypeError: Something computed for a key that no column has.
+    """
+    keys = [column.key for column in columns]
+    if unknown := sorted(computed.keys() - set(keys)):
+        raise TypeError(f"no column has the key {unknown[0]!r}")
+    makers = [computed[key] if key in computed else _reader(key) for key in keys]
+    return tuple(tuple(make(record) for make in makers) for record in records)
+
+
+def _reader(key: str) -> Callable[[object], Value]:
+    """What reads the cell of that key from a record."""
+
+    def read(record: object) -> Value:
+        value: Value = record[key] if isinstance(record, Mapping) else getattr(record, key)
+        return value
+
+    return read

@@ -15,16 +15,16 @@ a change here. Rules of the format:
 """
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from parity.errors import ParityError
+from parity.reading import ForeignLiteral, decode_json
 from parity.reports.record import Conformance, Report, StepReport, Table, Value
 
 NUMBER = 1
@@ -35,7 +35,13 @@ CONFORMANCE_SCHEMA = "parity-conformance/1"
 TAG = "$float"
 NON_FINITE: dict[str, float] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
-UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+JsonObject = dict[str, Any]
+"""An object as json reads and writes it. What lies in it is checked by `_decode`, not by types."""
+Described = dict[str, object]
+"""A JSON Schema, or a part of one."""
+RecordType = TypeVar("RecordType", Report, StepReport, Conformance)
+
+UPGRADES: dict[int, Callable[[JsonObject], JsonObject]] = {}
 """From version N to N + 1. Empty: there has been one version."""
 
 _VALUE = frozenset(get_args(Value))
@@ -49,45 +55,44 @@ class _Damaged(Exception):
         super().__init__(f"{where}: {found}")
 
 
-def to_dict(report: Report) -> dict[str, Any]:
+def to_dict(report: Report) -> JsonObject:
     """The report as plain dicts, lists, strings and finite numbers. Raises TypeError on anything else."""
     return {"schema": REPORT_SCHEMA, **_encode(report, "report")}
 
 
 def from_dict(data: object, *, source: str = "the data given") -> Report:
-    """The report that `to_dict` wrote, equal in every field. Raises ParityError on anything else."""
+    """The report that `to_dict` wrote, equal in every field.
+
+    Args:
+        data: What json read.
+        source: Where it came from, for the message.
+
+    Raises:
+        ParityError: Anything else than a report, or one of a newer version.
+    """
     try:
-        report = _decode(Report, _upgrade(data), "report")
-        _check_tables(report.tables, "report")
-    except _Damaged as damage:
-        raise _refusal(source, "a report", damage) from None
+        fields = _upgrade(data)
     except _Foreign as foreign:
         raise ParityError(f"read {source} as a report", foreign.found, foreign.do) from None
-    assert isinstance(report, Report)
-    return report
+    return _read_record(Report, fields, source, "report", "a report")
 
 
-def step_to_dict(step: StepReport) -> dict[str, Any]:
+def step_to_dict(step: StepReport) -> JsonObject:
     """A step report as plain dicts, lists, strings and finite numbers. Raises TypeError on anything else."""
     return {"schema": STEP_SCHEMA, **_encode(step, "step")}
 
 
 def step_from_dict(data: object, *, source: str = "the data given") -> StepReport:
     """The step report that `step_to_dict` wrote. Raises ParityError on anything else."""
-    asked, give = f"read {source} as a step report", "give the JSON lines that parity wrote while training"
     if not isinstance(data, dict) or data.get("schema") != STEP_SCHEMA:
-        named = str(data.get("schema"))[:80] if isinstance(data, dict) else f"a JSON {_json_name(data)}"
-        raise ParityError(asked, f"the schema {named!r}, where {STEP_SCHEMA!r} is known", give)
-    try:
-        step = _decode(StepReport, {key: data[key] for key in data if key != "schema"}, "step")
-        _check_tables(step.tables, "step")
-    except _Damaged as damage:
-        raise _refusal(source, "a step report", damage) from None
-    assert isinstance(step, StepReport)
-    return step
+        found = f"the schema {_schema_name(data)!r}, where {STEP_SCHEMA!r} is known"
+        give = "give the JSON lines that parity wrote while training"
+        raise ParityError(f"read {source} as a step report", found, give)
+    fields = {key: data[key] for key in data if key != "schema"}
+    return _read_record(StepReport, fields, source, "step", "a step report")
 
 
-def conformance_to_dict(conformance: Conformance) -> dict[str, Any]:
+def conformance_to_dict(conformance: Conformance) -> JsonObject:
     """A conformance statement as plain data; `paragraph` is for people, and not read back."""
     encoded = _encode(conformance, "conformance")
     return {"schema": CONFORMANCE_SCHEMA, **encoded, "paragraph": conformance.paragraph}
@@ -95,30 +100,33 @@ def conformance_to_dict(conformance: Conformance) -> dict[str, Any]:
 
 def conformance_from_dict(data: object, *, source: str = "the data given") -> Conformance:
     """The statement that `conformance_to_dict` wrote. Raises ParityError on anything else."""
+    what = "a conformance statement"
     if not isinstance(data, dict) or data.get("schema") != CONFORMANCE_SCHEMA:
-        named = str(data.get("schema"))[:80] if isinstance(data, dict) else f"a JSON {_json_name(data)}"
-        asked = f"read {source} as a conformance statement"
-        raise ParityError(asked, f"the schema {named!r}", "give the conformance.json that parity check wrote")
+        give = "give the conformance.json that parity check wrote"
+        raise ParityError(f"read {source} as {what}", f"the schema {_schema_name(data)!r}", give)
+    fields = {key: data[key] for key in data if key not in ("schema", "paragraph")}
+    return _read_record(Conformance, fields, source, "conformance", what)
+
+
+def _schema_name(data: object) -> str:
+    """What a value calls its schema, or what JSON calls the value where it can call it nothing."""
+    return str(data.get("schema"))[:80] if isinstance(data, dict) else f"a JSON {_json_name(data)}"
+
+
+def _read_record(kind: type[RecordType], fields: object, source: str, root: str, what: str) -> RecordType:
+    """The fields of a file as a record; `root` names it in places such as `report.tables[0]`."""
     try:
-        kept = {key: data[key] for key in data if key not in ("schema", "paragraph")}
-        made = _decode(Conformance, kept, "conformance")
+        record = _decode(kind, fields, root)
+        assert isinstance(record, kind)
+        if not isinstance(record, Conformance):
+            _check_tables(record.tables, root)
     except _Damaged as damage:
-        raise _refusal(source, "a conformance statement", damage) from None
-    assert isinstance(made, Conformance)
-    return made
-
-
-def parse_json(text: str, source: str) -> object:
-    """The JSON in a text. Raises ParityError for what is none."""
-    return _parse_text(text, source)
-
-
-def _refusal(source: str, what: str, damage: _Damaged) -> ParityError:
-    return ParityError(
-        f"read {source} as {what}",
-        f"at {damage.where}, {damage.found}",
-        "write it again with the command that made it; if a newer parity wrote it, update this one",
-    )
+        raise ParityError(
+            f"read {source} as {what}",
+            f"at {damage.where}, {damage.found}",
+            "write it again with the command that made it; if a newer parity wrote it, update this one",
+        ) from None
+    return record
 
 
 def read_report(source: str | Path) -> Report:
@@ -127,7 +135,7 @@ def read_report(source: str | Path) -> Report:
     Raises ParityError where there is no file, no JSON, or no report.
     """
     if isinstance(source, str) and source.lstrip()[:1] == "{":
-        return from_dict(_parse_text(source, "the text given"), source="the text given")
+        return from_dict(parse_json(source, "the text given"), source="the text given")
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")
@@ -138,25 +146,28 @@ def read_report(source: str | Path) -> Report:
     except OSError as error:
         found = error.strerror or str(error)
         raise ParityError(f"read {path} as a report", found, "check the path; commands print it") from None
-    return from_dict(_parse_text(text, str(path)), source=str(path))
+    return from_dict(parse_json(text, str(path)), source=str(path))
 
 
-def _parse_text(text: str, source: str) -> object:
-    """The JSON in a text; refuses the literals NaN and Infinity, which are no JSON."""
+def parse_json(text: str, source: str) -> object:
+    """The JSON in a text.
 
-    def refuse(literal: str) -> float:
-        raise ParityError(
-            f"read {source} as a report",
-            f"the literal {literal}, which is no JSON",
-            "give the file as parity wrote it; another program has changed it",
-        )
+    Args:
+        text: The text.
+        source: Where it came from, for the message.
 
+    Raises:
+        ParityError: No JSON in it, or the literals NaN and Infinity, which are none.
+    """
     try:
-        return json.loads(text, parse_constant=refuse)
-    except (json.JSONDecodeError, RecursionError) as error:
+        return decode_json(text)
+    except ForeignLiteral as error:
+        found = f"the literal {error.literal}, which is no JSON"
+        do = "give the file as parity wrote it; another program has changed it"
+    except ValueError as error:
         found = "nothing in it" if not text.strip() else f"no JSON ({str(error)[:120]})"
         do = "give a whole report.json; this one may be cut short"
-        raise ParityError(f"read {source} as a report", found, do) from None
+    raise ParityError(f"read {source} as a report", found, do)
 
 
 class _Foreign(Exception):
@@ -167,7 +178,7 @@ class _Foreign(Exception):
         super().__init__(found)
 
 
-def _upgrade(data: object) -> dict[str, Any]:
+def _upgrade(data: object) -> JsonObject:
     """The fields of a report in the present version, without the version's key."""
     give = "give a report.json that a parity command wrote"
     if not isinstance(data, dict):
@@ -216,9 +227,9 @@ def _encode(item: object, where: str) -> Any:
     raise TypeError(f"{where} holds a {type(item).__name__}, which a report cannot hold: {item!r:.80}")
 
 
-def _decode(hint: Any, data: object, where: str) -> Any:
+def _decode(hint: Any, data: object, where: str) -> object:
     """`data` as the type `hint`, which is one of those that `reports.record` uses."""
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _decode_record(hint, data, where)
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
@@ -240,7 +251,7 @@ def _decode(hint: Any, data: object, where: str) -> Any:
     return data
 
 
-def _decode_tuple(args: tuple[Any, ...], data: object, where: str) -> tuple[Any, ...]:
+def _decode_tuple(args: tuple[object, ...], data: object, where: str) -> tuple[object, ...]:
     """A list as a tuple of one kind (`tuple[X, ...]`) or of fixed length (`tuple[A, B]`)."""
     if not isinstance(data, list):
         raise _Damaged(where, f"a JSON {_json_name(data)} where a list belongs")
@@ -251,7 +262,7 @@ def _decode_tuple(args: tuple[Any, ...], data: object, where: str) -> tuple[Any,
     return tuple([_decode(arg, part, where) for arg, part in zip(args, data, strict=True)])
 
 
-def _decode_record(kind: Any, data: object, where: str) -> Any:
+def _decode_record(kind: type, data: object, where: str) -> object:
     """A dict as one of the frozen records; what it lacks takes the record's default."""
     if not isinstance(data, dict):
         raise _Damaged(where, f"a JSON {_json_name(data)} where an object belongs")
@@ -270,7 +281,7 @@ def _decode_record(kind: Any, data: object, where: str) -> Any:
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: type) -> dict[str, object]:
     return get_type_hints(kind)
 
 
@@ -288,18 +299,19 @@ def _json_name(data: object) -> str:
     return names.get(type(data), "number")
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> Described:
     """A JSON Schema (2020-12) of what `to_dict` writes, derived from the records."""
     return _schema_of(Report, REPORT_SCHEMA)
 
 
-def step_json_schema() -> dict[str, Any]:
+def step_json_schema() -> Described:
     """A JSON Schema (2020-12) of what `step_to_dict` writes."""
     return _schema_of(StepReport, STEP_SCHEMA)
 
 
-def _schema_of(kind: type, name: str) -> dict[str, Any]:
-    definitions: dict[str, Any] = {
+def _schema_of(kind: type, name: str) -> Described:
+    """The JSON Schema of a record, whose first key names the schema."""
+    definitions: Described = {
         "float": {"anyOf": [{"type": "number"}, {"$ref": "#/$defs/tagged"}]},
         "tagged": {
             "type": "object",
@@ -309,31 +321,29 @@ def _schema_of(kind: type, name: str) -> dict[str, Any]:
         },
         "value": {"anyOf": [{"type": ["string", "number", "boolean", "null"]}, {"$ref": "#/$defs/tagged"}]},
     }
-    top = _describe_record(kind, definitions)
-    top["properties"] = {"schema": {"const": name}, **top["properties"]}
-    top["required"] = ["schema", *top["required"]]
     start = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": name}
+    top = _describe_record(kind, definitions, schema={"const": name})
     return {**start, **top, "$defs": definitions}
 
 
-def _describe_record(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """The object schema of one record; records inside it are put among the definitions."""
+def _describe_record(kind: type, definitions: Described, **first: object) -> Described:
+    """The object schema of one record, after the properties `first`; records inside it become definitions."""
     properties = {name: _describe(hint, definitions) for name, hint in _hints(kind).items()}
     text = " ".join((kind.__doc__ or "").split())
     return {
         "type": "object",
         "description": text,
-        "properties": properties,
-        "required": list(_required_fields(kind)),
+        "properties": {**first, **properties},
+        "required": [*first, *_required_fields(kind)],
         "additionalProperties": False,
     }
 
 
-def _describe(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+def _describe(hint: Any, definitions: Described) -> Described:
     """The schema of one type that `reports.record` uses."""
     origin, args = get_origin(hint), get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        name = getattr(hint, "__name__", "record").lower()
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        name = hint.__name__.lower()
         if name not in definitions:
             definitions[name] = {}  # holds the place, should a record ever contain itself
             definitions[name] = _describe_record(hint, definitions)

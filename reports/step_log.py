@@ -14,6 +14,7 @@ from io import FileIO
 from pathlib import Path
 
 from parity.errors import ParityError
+from parity.reading import decode_json
 from parity.reports.record import StepReport
 from parity.reports.schema import step_from_dict, step_to_dict
 
@@ -74,14 +75,10 @@ def _lines(path: Path) -> Iterator[StepReport]:
             continue
         source = f"line {number} of {path}"
         try:
-            data = json.loads(text, parse_constant=_refuse)
-        except (ValueError, RecursionError) as error:
+            data = decode_json(text)
+        except ValueError as error:
             if number == len(lines):  # no newline after it: it is being written, or never was whole
                 return
             found = f"no JSON in line {number} ({str(error)[:80]})"
             raise ParityError(asked, found, "give the file as parity wrote it") from None
         yield step_from_dict(data, source=source)
-
-
-def _refuse(literal: str) -> float:
-    raise ValueError(f"the literal {literal} is no JSON")

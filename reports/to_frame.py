@@ -7,7 +7,6 @@ their own, nan and a missing number are told apart (nan is a value, `pd.NA` is n
     to_frame.steps(step_log.read("parity-train/steps.jsonl"))["loss"].plot()
 """
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -16,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from parity.errors import ParityError
+from parity.files import replace_atomically
 from parity.reports.record import Column, Finding, Report, StepReport, Table, Value
 
 ARROW_TYPES = {"int": "Int64", "float": "Float64", "flag": "boolean", "text": "string", "outcome": "string"}
@@ -123,16 +123,13 @@ def to_parquet(frame: pd.DataFrame, path: str | Path) -> None:
     The file tells nan and nothing apart; pandas' reader makes NA of both (pyarrow's does not).
     """
     path = Path(path)
-    temporary = path.with_name(path.name + ".writing")
     try:
-        frame.to_parquet(temporary)
-        os.replace(temporary, path)
+        with replace_atomically(path) as temporary:
+            frame.to_parquet(temporary)
     except OSError as error:
         raise ParityError(
             f"write {path}", error.strerror or str(error), "name a file that can be written"
         ) from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_frames(source: Report | Sequence[StepReport], folder: str | Path) -> tuple[Path, ...]:

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 
 import altair as alt
@@ -35,7 +35,7 @@ OPEN_TABLE_ROWS = 40
 """A table without a chart is open up to this many rows."""
 
 
-Drawn = charts.ChartDrawing | Exception | None
+Drawn = charts.ChartDrawing | str | None
 """A table's chart, why it could not be drawn, or None where the table has none."""
 
 
@@ -59,13 +59,13 @@ def paint(report: Report) -> str:
     bundle = _bundle() if drawn else ""
     slots = {
         "page_title": _text(f"{words.label(report.outcome)}: {report.title}"),
-        "head": _paint_or_say("head", lambda: _head(report)),
+        "head": _paint("head", lambda: _head(report)),
         "nav": _nav(report),
-        "suspicions": _paint_or_say("suspicions", lambda: _suspicions(report.suspicions, ids)),
-        "conformance": _paint_or_say("conformance", lambda: _conformance(report.conformance)),
-        "findings": _paint_or_say("findings", lambda: _findings(report, ids)),
-        "environment": _paint_or_say("environment", lambda: _environment(report)),
-        "notes": _paint_or_say("notes", lambda: _notes(report)),
+        "suspicions": _paint("suspicions", lambda: _suspicions(report.suspicions, ids)),
+        "conformance": _paint("conformance", lambda: _conformance(report.conformance)),
+        "findings": _paint("findings", lambda: _findings(report, ids)),
+        "environment": _paint("environment", lambda: _environment(report)),
+        "notes": _paint("notes", lambda: _notes(report)),
         "schema": REPORT_SCHEMA,
         "data": data,
         "bundle": f"<script>{bundle}</script>" if bundle else "",
@@ -116,15 +116,13 @@ def _script_json(data: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _paint_or_say(name: str, paint_part: Callable[[], str]) -> str:
-    try:
-        return paint_part()
-    except Exception as error:  # a report is still worth reading without the part that broke
-        return _broken(name, error)
+def _paint(name: str, paint_part: Callable[[], str]) -> str:
+    """One part of the page, or what broke in its place."""
+    return words.paint_or_say(name, paint_part, _broken)
 
 
-def _broken(name: str, error: Exception) -> str:
-    return f'<p class="broken">{_text(f"{name}: not painted ({type(error).__name__}: {error})")}</p>'
+def _broken(text: str) -> str:
+    return f'<p class="broken">{_text(text)}</p>'
 
 
 def _badge(word: str) -> str:
@@ -201,7 +199,7 @@ def _findings(report: Report, ids: _Ids) -> str:
     if not report.findings:
         return ""
     cards = [
-        _paint_or_say(finding.name, lambda finding=finding: _finding(finding, ids))  # type: ignore[misc]
+        _paint(finding.name, partial(_finding, finding, ids))
         for finding in words.worst_first(report.findings)
     ]
     return _section("findings", "Findings", "".join(cards))
@@ -235,10 +233,7 @@ def _evidence(name: str, value: Value) -> str:
 
 def _drawing(table: Table) -> Drawn:
     """The table's chart, or why there is none; a chart that cannot be drawn takes no table with it."""
-    try:
-        return charts.draw(table)
-    except Exception as error:
-        return error
+    return words.paint_or_say("chart", partial(charts.draw, table), str)
 
 
 def _chart_data(drawing: charts.ChartDrawing) -> dict[str, object]:
@@ -260,7 +255,7 @@ def _tables(report: Report, ids: _Ids, drawings: dict[str, Drawn], room: int) ->
     for index, table in enumerate(report.tables):
         share = max(0, room) // (len(report.tables) - index)
         where, drawing = ids.tables[table.name], drawings[table.name]
-        part = _paint_or_say(table.name, lambda t=table, w=where, d=drawing, s=share: _table(t, w, d, s))  # type: ignore[misc]
+        part = _paint(table.name, partial(_table, table, where, drawing, share))
         room -= len(part.encode())
         parts.append(part)
     body = f'<div class="tables">{"".join(parts)}</div>'
@@ -270,7 +265,7 @@ def _tables(report: Report, ids: _Ids, drawings: dict[str, Drawn], room: int) ->
 def _table(table: Table, where: str, drawing: Drawn, share: int) -> str:
     """One table under its title, with its chart above it."""
     rows, shown = _rows(table, share)
-    size = words.count_words(len(table.rows), "row", "rows")
+    size = words.count_words(len(table.rows), "row")
     cut = "" if shown == len(table.rows) else f" The first {shown} are shown; the JSON report holds all."
     is_open = " open" if drawing is None and len(table.rows) <= OPEN_TABLE_ROWS else ""
     search = _search(where) if len(table.rows) >= LEAST_ROWS else ""
@@ -339,8 +334,8 @@ def _figure(table: Table, where: str, drawing: Drawn) -> str:
     """The place of a chart, with its caption."""
     if drawing is None or table.chart is None:
         return ""
-    if isinstance(drawing, Exception):
-        return _broken("chart", drawing)
+    if isinstance(drawing, str):
+        return _broken(drawing)
     names = {str(value) for value in drawing.rows["x"]}
     # a few short names fit on a phone; long ones beside lying bars would leave the bars no room
     small = len(names) <= FEW and (table.chart.kind != "bars" or max(map(len, names)) <= SHORT)

@@ -5,7 +5,6 @@ python -m parity show REPORT.json --as json
 
 import json
 import re
-from typing import Any
 
 from parity.reports.record import Report
 from parity.reports.schema import to_dict
@@ -28,7 +27,7 @@ _MARK = re.compile(r'\{\s*"\$row": ([0-9]+)\s*\}')
 """A row's place. No text can look like it: JSON escapes the quotes inside a text."""
 
 
-def _set_aside(row: list[Any], rows: list[str]) -> dict[str, int]:
+def _set_aside(row: object, rows: list[str]) -> dict[str, int]:
     """Writes a row on one line, keeps it for later, and leaves a mark in its place."""
     rows.append(json.dumps(row, allow_nan=False))
     return {"$row": len(rows) - 1}

@@ -7,6 +7,7 @@ GitHub takes at most 1 MiB for a step's summary, so long tables are cut and tabl
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from parity.reports import words
 from parity.reports.record import Finding, Report, Table, Value
@@ -34,7 +35,7 @@ def paint(report: Report) -> str:
     blocks: list[str] = []
     room = MARKDOWN_BYTES
     for name, part in parts:
-        for block in _lines_or_say(name, part, report):
+        for block in _blocks(name, partial(part, report)):
             room -= len(block.encode()) + 2
             if room < 0:
                 blocks.append("*The rest is in the JSON and HTML reports; GitHub shows no longer summary.*")
@@ -43,11 +44,16 @@ def paint(report: Report) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _lines_or_say(name: str, part: Callable[[Report], Iterator[str]], report: Report) -> Iterator[str]:
-    try:
-        yield from part(report)
-    except Exception as error:  # a report is still worth reading without the part that broke
-        yield f"*{name}: not painted ({_escape(f'{type(error).__name__}: {error}')})*"
+def _blocks(name: str, make_blocks: Callable[[], Iterator[str]]) -> list[str]:
+    """The blocks of one part; where one breaks, those before it and what broke."""
+    blocks: list[str] = []
+
+    def collect() -> None:
+        for block in make_blocks():
+            blocks.append(block)
+
+    words.paint_or_say(name, collect, lambda text: blocks.append(f"*{_escape(text)}*"))
+    return blocks
 
 
 def _escape(text: str) -> str:
@@ -151,10 +157,10 @@ def _tables(report: Report) -> Iterator[str]:
     for table in report.tables:
         if table.detail:
             continue
-        yield from _lines_or_say(table.name, lambda _, table=table: _table(table), report)  # type: ignore[misc]
+        yield from _blocks(table.name, partial(_table, table))
     details = [table for table in report.tables if table.detail]
     if details:
-        names = [f"{_escape(t.title)} ({words.count_words(len(t.rows), 'row', 'rows')})" for t in details]
+        names = [f"{_escape(t.title)} ({words.count_words(len(t.rows), 'row')})" for t in details]
         yield f"More tables, in the HTML and JSON reports: {', '.join(names)}"
 
 

@@ -8,6 +8,7 @@ columns. Texts are shown as they are, with controls spelled out, so that no repo
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from io import StringIO
 
 from rich.cells import cell_len
@@ -17,7 +18,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from parity.reports import text_table, words
-from parity.reports.record import Column, Finding, Report, Table, Value
+from parity.reports.record import Finding, Report, Table, Value, declare_columns
 
 STYLES = {
     "pass": "green",
@@ -62,18 +63,16 @@ def paint(report: Report, *, width: int = 80, colour: bool = False) -> str:
             ("conformance", _conformance),
             ("suspicions", _suspicions),
         ):
-            _print_or_say(console, name, lambda part=part: part(console, report))  # type: ignore[misc]
+            _print_part(console, name, partial(part, console, report))
     painted = [line.rstrip() for line in capture.get().splitlines()]
     return "\n".join(painted).strip("\n") + "\n"
 
 
-def _print_or_say(console: Console, name: str, paint_part: Callable[[], None]) -> None:
-    """Paints one part; where that raises, says so in its place and lets the rest go on."""
-    try:
-        paint_part()
-    except Exception as error:  # a report is still worth reading without the part that broke
-        text = f"{name}: not painted ({type(error).__name__}: {error})"
-        console.print(Text(words.plain(text), style=STYLES["error"]))
+def _print_part(console: Console, name: str, print_part: Callable[[], None]) -> None:
+    """Prints one part, or what broke in its place."""
+    words.paint_or_say(
+        name, print_part, lambda text: console.print(Text(words.plain(text), style=STYLES["error"]))
+    )
 
 
 def _section(console: Console, title: str) -> None:
@@ -101,7 +100,7 @@ def _findings(console: Console, report: Report) -> None:
     for index, finding in enumerate(words.worst_first(report.findings)):
         if index and finding.outcome != "pass":
             console.print()
-        _print_or_say(console, finding.name, lambda finding=finding: _finding(console, finding))  # type: ignore[misc]
+        _print_part(console, finding.name, partial(_finding, console, finding))
 
 
 def _finding(console: Console, finding: Finding) -> None:
@@ -170,10 +169,10 @@ def _tables(console: Console, report: Report) -> None:
         if table.detail:
             continue
         _section(console, words.plain(table.title))
-        _print_or_say(console, table.name, lambda table=table: _table(console, table))  # type: ignore[misc]
+        _print_part(console, table.name, partial(_table, console, table))
     details = [table for table in report.tables if table.detail]
     if details:
-        rows = words.count_words(sum(len(table.rows) for table in details), "row", "rows")
+        rows = words.count_words(sum(len(table.rows) for table in details), "row")
         names = ", ".join(_together(table.name for table in details))
         console.print()
         console.print(
@@ -205,7 +204,7 @@ def _environment(console: Console, report: Report) -> None:
     if report.kind != "env" or not report.environment:
         return
     _section(console, "Environment")
-    columns = (Column(key="name", title="name"), Column(key="value", title="value"))
+    columns = declare_columns("name | value")
     _table(console, Table(name="environment", title="", columns=columns, rows=report.environment))
 
 
@@ -221,7 +220,7 @@ def _conformance(console: Console, report: Report) -> None:
     if report.conformance is None:
         return
     _section(console, "Conformance statement")
-    columns = (Column(key="probe", title="probe"), Column(key="said", title="measured"))
+    columns = declare_columns("probe | said measured")
     _table(console, Table(name="conformance", title="", columns=columns, rows=report.conformance.sentences))
 
 
@@ -230,11 +229,7 @@ def _suspicions(console: Console, report: Report) -> None:
     if not report.suspicions:
         return
     _section(console, f"Suspicions: {words.tally(report.suspicions)}")
-    columns = (
-        Column(key="name", title="suspicion"),
-        Column(key="verdict", title="verdict", kind="outcome"),
-        Column(key="because", title="because"),
-    )
+    columns = declare_columns("name suspicion | verdict:outcome | because")
     rows = tuple(
         (each.name, each.verdict, because) for each, because in words.reasons_once(report.suspicions)
     )

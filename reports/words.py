@@ -5,7 +5,8 @@ Painters call this; nothing here knows a medium. Standard library only.
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from parity.reports.record import WORST_FIRST, Column, Finding, Outcome, Report, Suspicion, Table, Value
 
@@ -13,6 +14,8 @@ MAX_LINES = 40
 """Lines shown of a text of several lines, the last ones: the end of a stderr says what went wrong."""
 MAX_CHARACTERS = 2000
 """Characters shown of one line. The JSON holds all of them."""
+LISTED = 4
+"""Names that a sentence lists of many, unless it says how many."""
 
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
@@ -73,6 +76,16 @@ def number(value: float, *, scientific: bool = False, trim: bool = True) -> str:
     return text if scale == 1.0 else f"{text}e{int(exponent)}"
 
 
+def format_number(value: float, digits: int = 2) -> str:
+    """A measured number for a sentence, by default with two digits: `0.0045`, `1.2e-06`, `inf`.
+
+    Args:
+        value: The number.
+        digits: Significant digits; trailing zeros are dropped.
+    """
+    return f"{value:.{digits}g}"
+
+
 def cell(value: Value, *, scientific: bool = False, trim: bool = True) -> str:
     """A cell or a piece of evidence on one line. `-` stands for nothing; blanks at an end are quoted."""
     if value is None:
@@ -124,9 +137,7 @@ def verdict(report: Report) -> str:
     failed, warned, broken = (outcomes.count(outcome) for outcome in ("fail", "warn", "error"))
     if report.outcome == "error":
         also = f" {count_words(failed, 'finding fails', 'findings fail')} beside it." if failed else ""
-        return (
-            f"{count_words(broken, 'probe', 'probes')} broke or had no power, so there is no verdict.{also}"
-        )
+        return f"{count_words(broken, 'probe')} broke or had no power, so there is no verdict.{also}"
     if report.outcome == "fail":
         return f"{count_words(failed, 'finding is', 'findings are')} outside the limits."
     if report.outcome == "warn":
@@ -138,9 +149,30 @@ def verdict(report: Report) -> str:
     return "Nothing was compared, and that is not a pass."
 
 
-def count_words(count: int, one: str, more: str) -> str:
-    """`1 row`, `2 rows`."""
-    return f"{count} {one if count == 1 else more}"
+def count_words(count: int, one: str, more: str = "") -> str:
+    """A number with its noun: `1 row`, `2 rows`, `2 findings are`.
+
+    Args:
+        count: How many.
+        one: The words that follow a 1.
+        more: The words that follow any other number; empty: `one` with an `s`.
+    """
+    return f"{count} {one if count == 1 else more or one + 's'}"
+
+
+def shorten_list(
+    names: Sequence[str], limit: int = LISTED, separator: str = ", ", last: str = " and "
+) -> str:
+    """The first names of a list, and how many were left out: `a, b and 3 more`. Empty for an empty list.
+
+    Args:
+        names: What is listed, in reading order.
+        limit: How many are written out at most.
+        separator: What stands between two of them.
+        last: What stands before the number of those left out.
+    """
+    left_out = len(names) - limit
+    return separator.join(names[:limit]) + (f"{last}{left_out} more" if left_out > 0 else "")
 
 
 def tally(suspicions: Iterable[Suspicion]) -> str:
@@ -165,6 +197,23 @@ def reasons_once(suspicions: Sequence[Suspicion]) -> list[tuple[Suspicion, str]]
         for group in groups.values()
         for position, each in enumerate(group)
     ]
+
+
+Painted = TypeVar("Painted")
+
+
+def paint_or_say(name: str, paint_part: Callable[[], Painted], say: Callable[[str], Painted]) -> Painted:
+    """A painted part; where painting raises, a sentence in its place: the rest of a report is still worth reading.
+
+    Args:
+        name: What the part is called in that sentence.
+        paint_part: Paints the part.
+        say: Makes of the sentence, which is not yet made plain, what the painter shows.
+    """
+    try:
+        return paint_part()
+    except Exception as error:
+        return say(f"{name}: not painted ({type(error).__name__}: {error})")
 
 
 def label(outcome: Outcome | str) -> str:

@@ -1,4 +1,4 @@
-"""The example in docs/example works as printed: the plain loop passes, and the README's change in it is found."""
+"""The example in docs/example works as printed: the plain loop passes, and docs/your-trainer.md's change is found."""
 
 import re
 import shutil
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from parity.commands.check import check
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from parity.reports import to_text
 from parity.reports.record import Report
 
@@ -54,7 +55,7 @@ def test_every_question_that_it_shows_passes(example: Path) -> None:
 
 
 CHANGES = [
-    ("captured[index - 1, 4]", "captured[index, 4]", "labels", "label-offset"),  # the README's
+    ("captured[index - 1, 4]", "captured[index, 4]", "labels", "label-offset"),  # docs/your-trainer.md's
     ("captured[:, :3].flatten(1)", "captured[:, [0, 2, 1]].flatten(1)", "inputs", "fc-order"),
     ("place < anchors", "place <= anchors", "context", "context-anchor"),
     (" & (document == document[anchors][:, None])", "", "context", "context-documents"),
@@ -96,21 +97,6 @@ def test_a_class_that_is_none_yet_is_told_at_every_suspicion(example: Path) -> N
     assert [finding.name for finding in report.findings] == ["adapter"]
     asks_trainer = [each.because for each in report.suspicions if "loop.py" not in each.because]
     assert set(asks_trainer) == {"see the finding adapter"} and len(asks_trainer) == 13
-
-
-def test_the_readme_shows_the_adapter_that_ships() -> None:
-    """Every line of the README's class stands in the adapter, comments and line breaks apart."""
-    readme = (ROOT / "README.md").read_text()
-    shown = readme.split("```python\n")[1].split("```")[0]
-
-    def squeezed(text: str) -> str:
-        return re.sub(r"\s+|,(?=\s*\))", "", re.sub(r"#.*", "", text))
-
-    whole = squeezed((EXAMPLE / "adapter.py").read_text())
-    for statement in ("slices=", "width,vocabulary=", "self.target,self.drafter="):
-        assert statement in squeezed(shown) and statement in whole
-    call = re.search(r"returnAdapterStep\(.*?\)", squeezed(shown))
-    assert call is not None and call.group()[:-1].rstrip(",") in whole
 
 
 def test_asking_leaves_the_loop_alone(example: Path) -> None:

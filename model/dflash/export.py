@@ -31,6 +31,7 @@ from parity.model.training.exchange import (
     write_layout,
 )
 from parity.model.training.vocabulary import DraftVocab
+from parity.reports.words import shorten_list
 
 __all__ = [
     "AmbiguityAnswers",
@@ -190,8 +191,7 @@ def _fill_weights(drafter: Drafter, tensors: Mapping[str, Tensor], folder: Path)
                 f"{name} with values that are not finite (speculators marks what was never loaded so)"
             )
     if wrong:
-        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         do = "config.json and the weights must be of one drafter"
-        raise ParityError(f"a drafter's weights in {folder}", "; ".join(wrong[:4]) + more, do)
+        raise ParityError(f"a drafter's weights in {folder}", shorten_list(wrong, separator="; "), do)
     drafter.load_state_dict(dict(tensors), strict=False, assign=True)
     return drafter.requires_grad_(True)

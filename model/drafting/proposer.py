@@ -9,7 +9,8 @@ A family writes `DrafterModule.new_context`; vocabulary maps, the draft-verify l
 for all families.
 
 Shapes: A anchors, n states added at once, C conditioning layers, D width of the target, V its vocabulary, Vd
-the drafter's (V, where it is not reduced). A block of `size` slots is the anchor and the `size - 1` tokens drafted after it.
+the drafter's (V, where it is not reduced). A block of `size`
+slots is the anchor and the `size - 1` tokens drafted after it.
 """
 
 from abc import ABC, abstractmethod

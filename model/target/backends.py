@@ -1,4 +1,4 @@
-"""Who computes the linear-attention operators: asking for a backend, and proving that it ran.
+"""Who computes the linear-attention operators: choosing a backend, and proving that it ran.
 
 transformers picks the kernels when a modeling file is imported, and every way of picking fails
 silently. So a backend is chosen per process (`isolate`, before transformers is imported), and proven
@@ -6,7 +6,7 @@ per call (`CallRecorder`): for each linear layer and operator, which function wa
 module, how often. The same wrapper records what the operators return, because they are module
 functions that forward hooks do not see.
 
-    isolate(parse("torch"))            # in a fresh process, first thing
+    isolate(parse_backend("torch"))    # in a fresh process, first thing
     with CallRecorder(modules) as calls:
         model(ids)
     proof = prove(backend, calls.proofs(), linear_layers=[0, 1, 2])
@@ -19,12 +19,17 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from parity.errors import ParityError
 from parity.tracing.trace import BackendProof, CallProof
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 Operator = Literal["delta", "conv"]
+OperatorFunction = Callable[..., "Tensor | tuple[Tensor, Tensor | None]"]
+"""An operator as a modeling file calls it; the delta rule returns its state too."""
 DELTA = ("torch", "fla", "fla-interpreted", "golden")
 CONV = ("torch", "causal-conv1d", "golden")
 # The names under which the modeling files of transformers 5.15 and later call the two operators. The
@@ -119,11 +124,17 @@ def _cuda() -> bool:
 
 
 def isolate(backend: Backend, hide: Iterable[str] = ()) -> tuple[str, ...]:
-    """Make this fresh process choose `backend`: hide what it must not find, install what it needs.
+    """Make this fresh process choose `backend`, before transformers is imported.
 
-    To be called before transformers is imported. `hide` names further modules to hide. Returns problems
-    in words: a backend that could not be set up is not an error here, for the call proof will show that
-    something else ran. Raises ParityError where transformers was imported already.
+    Args:
+        hide: modules that must not be found, beside those that the backend excludes.
+
+    Returns:
+        Problems in words: a backend that could not be set up is not an error here, for the call proof will show
+        that something else ran.
+
+    Raises:
+        ParityError: where transformers was imported already.
     """
     if "transformers" in sys.modules:
         raise ParityError(
@@ -131,6 +142,7 @@ def isolate(backend: Backend, hide: Iterable[str] = ()) -> tuple[str, ...]:
             "transformers imported already",
             "capture in a worker process; the kernels are chosen at import",
         )
+    # A module that is None in sys.modules cannot be imported; what was loaded of it is dropped.
     hidden = set(hide)
     if backend.delta in ("torch", "golden"):
         hidden.add("fla")
@@ -140,6 +152,7 @@ def isolate(backend: Backend, hide: Iterable[str] = ()) -> tuple[str, ...]:
         for loaded in [key for key in sys.modules if key == name or key.startswith(name + ".")]:
             del sys.modules[loaded]
         sys.modules[name] = None  # type: ignore[assignment]
+    # fla's kernels: true float32 on a GPU, Triton's interpreter without one.
     if backend.delta == "golden":
         return ()
     if backend.delta != "fla-interpreted":
@@ -154,7 +167,7 @@ def isolate(backend: Backend, hide: Iterable[str] = ()) -> tuple[str, ...]:
     return ()
 
 
-def implementation_of(function: Any) -> tuple[str, str]:
+def implementation_of(function: object) -> tuple[str, str]:
     """(implementation, `module.qualname`) of a function, by the module that holds it.
 
     Implementations: `torch`, `fla`, `fla-interpreted`, `causal-conv1d`, `golden`, `hub:...`, `unknown:...`.
@@ -188,12 +201,12 @@ class OperatorCall:
     layer: int
     operator: Operator
     function: str
-    inputs: Mapping[str, Any]
+    inputs: "Mapping[str, Tensor]"
     options: Mapping[str, Any]
-    output: Any
+    output: "Tensor"
 
     def digest(self) -> str:
-        """Hash of the inputs' bytes: two calls with equal digests were asked the same."""
+        """Hash of the inputs' bytes: two calls with equal digests compute the same."""
         import torch
 
         digest = hashlib.sha256(self.function.encode())
@@ -206,25 +219,31 @@ class OperatorCall:
 class CallRecorder:
     """Counts, per linear layer and operator, the functions that were reached; optionally keeps the calls.
 
-    `modules` maps a decoder layer's index to its linear-attention module. `golden=True` puts the fp64
-    recurrences in place of the operators. `on_output(layer, operator, output)` sees every result.
     Restores everything on exit. Global to all models of the same modeling file while it is on.
     """
 
     def __init__(
         self,
-        modules: Mapping[int, Any],
+        modules: "Mapping[int, nn.Module]",
         *,
         golden: bool = False,
         keep: bool = False,
-        on_output: Callable[[int, Operator, Any], None] | None = None,
+        on_output: "Callable[[int, Operator, Tensor], None] | None" = None,
     ) -> None:
+        """Prepare a recorder; it counts between `__enter__` and `__exit__`.
+
+        Args:
+            modules: decoder layer's index -> its linear-attention module.
+            golden: put the fp64 recurrences in place of the operators.
+            keep: keep every call with its inputs, in `calls`.
+            on_output: called with layer, operator and output of every call.
+        """
         self.modules, self.golden, self.keep, self.on_output = modules, golden, keep, on_output
         self.counts: Counter[tuple[int, Operator, str, str]] = Counter()
         self.calls: list[OperatorCall] = []
         self.entered: Counter[int] = Counter()
         self._layer: list[int] = []
-        self._reached: list[Any] = []
+        self._reached: list[OperatorFunction] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "CallRecorder":
@@ -244,12 +263,12 @@ class CallRecorder:
             for (layer, operator, name, callee), count in sorted(self.counts.items())
         )
 
-    def _watch_layer(self, stack: contextlib.ExitStack, layer: int, module: Any) -> None:
-        def enter(*_: Any) -> None:
+    def _watch_layer(self, stack: contextlib.ExitStack, layer: int, module: "nn.Module") -> None:
+        def enter(*_: object) -> None:
             self._layer.append(layer)
             self.entered[layer] += 1
 
-        def leave(*_: Any) -> None:
+        def leave(*_: object) -> None:
             self._layer.pop()
 
         stack.callback(module.register_forward_pre_hook(enter).remove)
@@ -273,7 +292,7 @@ class CallRecorder:
         stack.callback(space.__setitem__, name, original)
 
     @contextlib.contextmanager
-    def _watched_cells(self, function: Any) -> Iterator[None]:
+    def _watched_cells(self, function: OperatorFunction) -> Iterator[None]:
         """Put a marker inside transformers' wrapper, at the very call of the implementation it chose."""
         code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
         cells = dict(zip(code.co_freevars if code else (), closure, strict=True))
@@ -289,22 +308,35 @@ class CallRecorder:
             for cell, original in zip(watched, originals, strict=True):
                 cell.cell_contents = original
 
-    def _marking(self, function: Any) -> Callable[..., Any]:
-        def count_and_call(*args: Any, **kwargs: Any) -> Any:
+    def _marking(self, function: OperatorFunction) -> OperatorFunction:
+        def count_and_call(*args: object, **kwargs: object) -> "Tensor | tuple[Tensor, Tensor | None]":
             self._reached.append(function)
             return function(*args, **kwargs)
 
         return count_and_call
 
     def run(
-        self, name: str, operator: Operator, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call the operator, and count whom the call reached."""
+        self,
+        name: str,
+        operator: Operator,
+        function: OperatorFunction,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> "Tensor | tuple[Tensor, Tensor | None]":
+        """Call the operator, and count whom the call reached.
+
+        Args:
+            name: under which the model calls it, one of `FUNCTIONS` or `ATTRIBUTES`.
+            function: what the name holds, or the fp64 recurrence in its place.
+            args, kwargs: of the call.
+        """
         if not self._layer:  # another model of the same file, outside the watched layers
             return function(*args, **kwargs)
         before, launches = len(self._reached), _launches()
         inputs, options = _bind(name, args, kwargs) if self.keep else ({}, {})
         result = function(*args, **kwargs)
+        # The marker inside transformers' wrapper reports the function that the wrapper chose; where there is no
+        # wrapper, what was called is what ran.
         callees = self._reached[before:] or [function]
         del self._reached[before:]
         implementation, callee = implementation_of(callees[-1])
@@ -332,10 +364,12 @@ class CallRecorder:
 class _Wrapper:
     """What stands in an operator's place while a recorder is on."""
 
-    def __init__(self, recorder: CallRecorder, name: str, operator: Operator, function: Any) -> None:
+    def __init__(
+        self, recorder: CallRecorder, name: str, operator: Operator, function: OperatorFunction
+    ) -> None:
         self.recorder, self.name, self.operator, self.function = recorder, name, operator, function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> "Tensor | tuple[Tensor, Tensor | None]":
         return self.recorder.run(self.name, self.operator, self.function, args, kwargs)
 
 
@@ -345,10 +379,10 @@ def _launches() -> int:
     return interpreter.launches() if interpreter is not None else 0
 
 
-def _golden_function(name: str) -> Callable[..., Any]:
+def _golden_function(name: str) -> OperatorFunction:
     from parity.model.target import golden
 
-    functions: dict[str, Callable[..., Any]] = {
+    functions: dict[str, OperatorFunction] = {
         "delta": golden.delta_operator,
         "causal_conv1d_fn": golden.conv_operator,
         "causal_conv1d_update": golden.conv_update,
@@ -366,8 +400,8 @@ OPTIONS = ("chunk_size", "use_qk_l2norm_in_kernel", "output_final_state", "activ
 
 
 def _bind(
-    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    name: str, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> "tuple[dict[str, Tensor], dict[str, object]]":
     """(tensors, everything else) of one call by argument name; tensors cloned, since states are updated in place."""
     import torch
 
@@ -380,8 +414,15 @@ def _bind(
 def prove(
     backend: Backend, calls: tuple[CallProof, ...], linear_layers: Iterable[int], problems: Iterable[str] = ()
 ) -> BackendProof:
-    """Judge what ran by what was asked for. Every linear layer must have reached the requested
-    implementation of both operators, and nothing else."""
+    """Judge what ran by what was requested.
+
+    Every linear layer must have reached the requested implementation of both operators, and nothing else.
+
+    Args:
+        calls: what ran, by layer and operator.
+        linear_layers: indices of the layers that had to run.
+        problems: what went wrong while the backend was set up; each makes the proof invalid.
+    """
     wrong = list(problems)
     for layer in linear_layers:
         for operator, wanted in backend.choices_by_operator.items():

@@ -8,17 +8,19 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
 
 from torch import Tensor
 
 from parity.environment import PACKAGES, environment
 from parity.errors import ParityError
 from parity.model.target.backends import Backend, OperatorCall
-from parity.model.target.load import ForwardResult, Target, describe_taps, forward
+from parity.model.target.forward import ForwardResult, forward
+from parity.model.target.load import Target
 from parity.model.target.operator_replay import save_calls
 from parity.model.target.sketching import DIMS, SEED
 from parity.model.target.sketching import sketch as sketch_of
+from parity.model.target.spec import PLAIN_TRACE, CaptureEvent, TraceOptions
+from parity.model.target.taps import describe_taps
 from parity.tracing.trace import (
     SKETCH_SCHEMA,
     TRACE_SCHEMA,
@@ -26,81 +28,97 @@ from parity.tracing.trace import (
     Manifest,
     RequestEntry,
     SketchInfo,
+    TapInfo,
     Trace,
     TraceWriter,
 )
 
-# How long rank 0 waits for the other ranks' last requests before it says which are missing.
 RANK_TIMEOUT = 3600.0
+"""Seconds that rank 0 waits for the other ranks' last requests before it reports which are missing."""
 
 
 def capture(
     target: Target,
-    requests: Sequence[Mapping[str, Any]],
+    requests: Sequence[RequestEntry | Mapping[str, object]],
     out: Path,
+    options: TraceOptions = PLAIN_TRACE,
     *,
     backend: Backend,
     fingerprint: str,
-    taps: Sequence[str] | None = None,
-    mode: str = "prefill",
-    local_from: str | None = None,
-    rows: int = 1,
-    operators: Path | None = None,
-    sketch: bool = False,
-    rank: int = 0,
-    world: int = 1,
     problems: Sequence[str] = (),
-    progress: Callable[..., None] = lambda **_: None,
-) -> dict[str, Any]:
-    """Compute and write a trace, or a sketch of one; see `model.target.forward` for mode, local and rows.
+    progress: Callable[[CaptureEvent], None] = lambda event: None,
+) -> BackendProof | None:
+    """Compute and write a trace, or a sketch of one. A request that an earlier call wrote is not computed again.
 
-    Of `world` processes, this one computes every world-th request; rank 0 waits for the rest and
-    finishes the trace. Returns the proof and where the trace lies. Raises ParityError as its parts do.
+    Args:
+        requests: what to compute; entries, or their fields as mappings.
+        out: the trace's folder, which must not exist.
+        options: what is recorded and how it is computed.
+        backend: what this process was set up to compute with; `problems` is what went wrong while it was set up.
+        fingerprint: identifies what was requested; weights and versions of libraries are added to it.
+        progress: called after each request.
+
+    Returns:
+        Who computed, over all requests and ranks; None on every rank but the first, which finishes the trace.
+
+    Raises:
+        ParityError: as `forward` does; where `out` holds a capture of other settings; and where the other trace of
+            `options.local_from` has other tokens.
     """
-    other = Trace.open(local_from) if local_from else None
+    other = Trace.open(options.local_from) if options.local_from else None
     entries = [RequestEntry.model_validate(request) for request in requests]
     calls: list[OperatorCall] = []
-    infos: tuple[Any, ...] = ()
+    infos: tuple[TapInfo, ...] = ()
     fingerprint = _whole_fingerprint(fingerprint, target, other)
     with TraceWriter(out, fingerprint) as writer, _BackgroundWriter() as behind:
+        # This rank's share; one request is written while the next is computed.
         for position, entry in enumerate(entries):
-            if position % world != rank:
+            if position % options.world != options.rank:
                 continue
             if entry.id not in writer.entries:
-                local = _inputs(other, entry) if other else None
                 result = forward(
                     target,
                     entry.token_ids,
                     backend=backend,
-                    taps=taps,
-                    mode=mode,
-                    local=local,
-                    rows=rows,
-                    keep_calls=operators is not None,
+                    taps=options.taps,
+                    mode=options.mode,
+                    local=_inputs(other, entry) if other else None,
+                    rows=options.rows,
+                    keep_calls=options.operators is not None,
                     problems=problems,
                 )
-                behind.do(partial(_add, writer, entry, result, position, sketch))
+                behind.do(partial(_add, writer, entry, result, position, options.sketch))
                 infos, calls = describe_taps(target, result.taps), [*calls, *result.calls]
-            progress(done=position + 1, total=len(entries), request=entry.id)
+            progress({"done": position + 1, "total": len(entries), "request": entry.id})
         behind.wait()
-        if operators is not None:
-            save_calls(calls, operators)
-        if rank != 0:
-            return {"rank": rank}
+        if options.operators is not None:
+            save_calls(calls, Path(options.operators))
+        if options.rank != 0:
+            return None
+        # Rank 0 finishes the trace. Where an earlier call wrote every request, one token shows what the taps hold.
         _wait_for_ranks(writer, entries)
-        infos = infos or describe_taps(target, _sample(target, entries[0], backend, taps).taps)
+        if not infos:
+            sample = forward(target, entries[0].token_ids[:1], backend=backend, taps=options.taps)
+            infos = describe_taps(target, sample.taps)
         trace = writer.finish(
-            _manifest(
-                target, entries, infos, backend, mode + ("+local" if other else ""), fingerprint, sketch
+            Manifest(
+                schema=SKETCH_SCHEMA if options.sketch else TRACE_SCHEMA,
+                sketch=SketchInfo(dims=DIMS, seed=SEED) if options.sketch else None,
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                target=target.identity,
+                loader=target.spec.loader,
+                dtype=target.dtype,
+                kept_float32=target.kept_float32,
+                mode=options.mode + ("+local" if other else ""),
+                # Stands for no call yet: the writer puts in what every request's proof adds up to.
+                backend=BackendProof(requested=backend.choices_by_operator, calls=(), valid=True),
+                taps=infos,
+                requests=tuple(entries),
+                fingerprint=fingerprint,
+                environment=environment(),
             )
         )
-    proof = trace.manifest.backend
-    return {
-        "out": str(out),
-        "valid": proof.valid,
-        "problems": proof.problems,
-        "calls": [call.model_dump() for call in proof.calls],
-    }
+    return trace.manifest.backend
 
 
 def _add(
@@ -117,11 +135,13 @@ def _add(
     writer.add(entry, tensors, proof=result.proof, position=position, further=further)
 
 
-def _whole_fingerprint(asked: str, target: Target, other: Trace | None) -> str:
-    """What was asked for, and what it would be computed with: weights, versions, the other trace's own. A
-    capture that goes on with other weights or another library would mix two models in one trace."""
+def _whole_fingerprint(requested: str, target: Target, other: Trace | None) -> str:
+    """What was requested, and what computes it: weights, versions, the other trace.
+
+    A capture that goes on with other weights or another library would mix two models in one trace.
+    """
     versions = {key: value for key, value in environment().items() if key in PACKAGES}
-    parts = [asked, target.identity.model_dump_json(), json.dumps(versions, sort_keys=True)]
+    parts = [requested, target.identity.model_dump_json(), json.dumps(versions, sort_keys=True)]
     parts += [other.manifest.fingerprint] if other else []
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -151,13 +171,6 @@ class _BackgroundWriter:
         self._pending = None
 
 
-def _sample(
-    target: Target, entry: RequestEntry, backend: Backend, taps: Sequence[str] | None
-) -> ForwardResult:
-    """One short forward, to learn what the taps hold where every request was written before."""
-    return forward(target, entry.token_ids[:1], backend=backend, taps=taps)
-
-
 def _inputs(other: Trace, entry: RequestEntry) -> dict[str, Tensor]:
     """Each layer's input in the other trace. Raises ParityError where its tokens are not the same."""
     if other.request(entry.id).token_ids != entry.token_ids:
@@ -181,30 +194,3 @@ def _wait_for_ranks(writer: TraceWriter, entries: Sequence[RequestEntry]) -> Non
         missing = [entry.id for entry in entries if entry.id not in writer.entries]
         if missing:
             sleep(0.5)
-
-
-def _manifest(
-    target: Target,
-    entries: Sequence[RequestEntry],
-    infos: tuple[Any, ...],
-    backend: Backend,
-    mode: str,
-    fingerprint: str,
-    sketch: bool,
-) -> Manifest:
-    nothing = BackendProof(requested=backend.choices_by_operator, calls=(), valid=True)
-    return Manifest(
-        schema=SKETCH_SCHEMA if sketch else TRACE_SCHEMA,
-        sketch=SketchInfo(dims=DIMS, seed=SEED) if sketch else None,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        target=target.identity,
-        loader=target.spec.loader,
-        dtype=target.dtype,
-        kept_float32=target.kept_float32,
-        mode=mode,
-        backend=nothing,
-        taps=infos,
-        requests=tuple(entries),
-        fingerprint=fingerprint,
-        environment=environment(),
-    )

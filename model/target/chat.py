@@ -10,11 +10,14 @@ with the generation prompt of its own history, and ends at the end-of-turn token
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 from parity.errors import ParityError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ChatMessage = dict[str, Any]
 Thinking = Literal["keep", "drop"]
@@ -22,12 +25,47 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHTS = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
 
 
-def tokenise(
-    tokenizer: Any, messages: Sequence[ChatMessage], thinking: Thinking = "keep", method: str = "auto"
-) -> tuple[list[int], list[bool]]:
-    """Token ids and mask of one conversation. method: auto, generation or prefix.
+Call = Callable[..., Any]
 
-    Raises ParityError where the template cannot render it, or where a turn cannot be found again.
+
+class ChatTokenizer(Protocol):
+    """What is used of a transformers tokenizer. Its own types do not say which of several forms a call returns."""
+
+    eos_token_id: Any
+    pad_token_id: Any
+    chat_template: Any
+    padding_side: str
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def __call__(self) -> Call: ...
+    @property
+    def decode(self) -> Call: ...
+    @property
+    def batch_decode(self) -> Call: ...
+    @property
+    def apply_chat_template(self) -> Call: ...
+    @property
+    def save_pretrained(self) -> Call: ...
+
+
+def tokenise(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[ChatMessage],
+    thinking: Thinking = "keep",
+    method: str = "auto",
+) -> tuple[list[int], list[bool]]:
+    """Token ids of one conversation, and the mask of what the assistant wrote.
+
+    Args:
+        messages: turns with `role`, `content` and, for thoughts kept apart, `reasoning_content`.
+        thinking: keep or drop the assistant's thoughts.
+        method: how the mask is found: `generation` by the template's marks, `prefix` by comparing with the
+            generation prompt, `auto` by the marks where there are any.
+
+    Raises:
+        ParityError: where the template cannot render it, or where a turn cannot be found again.
     """
     if not getattr(tokenizer, "chat_template", None):
         do = "give `text` or `input_ids`, or a tokenizer with a chat template"
@@ -46,7 +84,7 @@ def _plain(message: ChatMessage, thinking: Thinking) -> ChatMessage:
     return kept | {"content": THOUGHTS.sub("", str(kept.get("content") or ""))}
 
 
-def _render(tokenizer: Any, messages: Sequence[ChatMessage], **options: Any) -> Any:
+def _render(tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], **options: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(list(messages), **options)
     except Exception as error:  # templates raise what they like: jinja's errors, KeyError, TypeError
@@ -54,12 +92,12 @@ def _render(tokenizer: Any, messages: Sequence[ChatMessage], **options: Any) -> 
         raise ParityError("a conversation as tokens", found, "correct roles and contents") from error
 
 
-def _by_generation(tokenizer: Any, messages: list[ChatMessage]) -> tuple[list[int], list[bool]]:
+def _by_generation(tokenizer: ChatTokenizer, messages: list[ChatMessage]) -> tuple[list[int], list[bool]]:
     made = _render(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
     return list(made["input_ids"]), [bool(flag) for flag in made["assistant_masks"]]
 
 
-def _by_prefix(tokenizer: Any, messages: list[ChatMessage]) -> tuple[list[int], list[bool]]:
+def _by_prefix(tokenizer: ChatTokenizer, messages: list[ChatMessage]) -> tuple[list[int], list[bool]]:
     whole = _render(tokenizer, messages, tokenize=False)
     made = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(made["input_ids"]), made["offset_mapping"]
@@ -78,7 +116,7 @@ def _by_prefix(tokenizer: Any, messages: list[ChatMessage]) -> tuple[list[int], 
     return ids, mask
 
 
-def _start(tokenizer: Any, history: list[ChatMessage], whole: str) -> int:
+def _start(tokenizer: ChatTokenizer, history: list[ChatMessage], whole: str) -> int:
     """Characters of `whole` before what the assistant wrote itself after `history`.
 
     Thinking on and off give different prompts; the one that reaches farthest is what a server would send.
@@ -104,8 +142,8 @@ def _common(a: str, b: str) -> int:
 
 @torch.inference_mode()
 def regenerate_locally(
-    model: Any,
-    tokenizer: Any,
+    model: "PreTrainedModel",
+    tokenizer: ChatTokenizer,
     conversations: Sequence[Sequence[ChatMessage]],
     *,
     max_new_tokens: int = 512,
@@ -115,14 +153,20 @@ def regenerate_locally(
 ) -> list[list[ChatMessage]]:
     """Every assistant turn written anew by the target, greedily, after the history written anew before it.
 
-    model is the target's language model. Conversations go through in batches of `batch`, padded on the left;
-    one that stops without its end-of-turn token within `max_new_tokens` is cut there. thinking: on or off; None
-    thinks where the old answer did. Returns new conversations; a thinking answer keeps its thoughts in its
-    content, as the template reads them.
+    Args:
+        model: the target's language model.
+        max_new_tokens: a turn without its end-of-turn token by then is cut there.
+        batch: conversations in one call of the model, padded on the left.
+        thinking: on or off; None thinks where the old answer did.
+        progress: called with how many conversations are done.
+
+    Returns:
+        New conversations; a thinking answer keeps its thoughts in its content, as the template reads them.
     """
     made = [list[ChatMessage]() for _ in conversations]
     for start in range(0, len(conversations), batch):
         group = range(start, min(start + batch, len(conversations)))
+        # Turn by turn, since each answer is part of the next question; those that think apart from the others.
         for turn in range(max(len(conversations[n]) for n in group)):
             present = [n for n in group if turn < len(conversations[n])]
             asked = [n for n in present if conversations[n][turn]["role"] == "assistant"]
@@ -150,7 +194,11 @@ def has_thoughts(message: ChatMessage) -> bool:
 
 
 def _answers(
-    model: Any, tokenizer: Any, histories: list[list[ChatMessage]], max_new_tokens: int, thinking: bool
+    model: "PreTrainedModel",
+    tokenizer: ChatTokenizer,
+    histories: list[list[ChatMessage]],
+    max_new_tokens: int,
+    thinking: bool,
 ) -> list[str]:
     """Greedy continuations of several chats as text, without the end-of-turn token."""
     options = {"add_generation_prompt": True, "enable_thinking": thinking, "padding": True}
@@ -160,7 +208,10 @@ def _answers(
     finally:
         tokenizer.padding_side = side
     given = {name: value.to(model.device) for name, value in given.items()}
-    out = model.generate(**given, do_sample=False, max_new_tokens=max_new_tokens)
+    # transformers' type of a model leaves `generate` out, which a language model has.
+    out = model.generate(  # type: ignore[operator]
+        **given, do_sample=False, max_new_tokens=max_new_tokens
+    )
     texts = []
     for ids in out[:, given["input_ids"].shape[1] :].tolist():
         end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)

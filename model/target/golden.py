@@ -6,13 +6,13 @@ float16, bfloat16 or float32 dtype argument become float64. That nothing slipped
 hoped for: `Float64Promotion.lower` counts the floating tensors of lower precision that were made.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,11 +41,11 @@ class _Promote(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Iterable[type],
         args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func in _CASTS:
             self.record.promoted += 1
             return args[0].double()
@@ -54,7 +54,7 @@ class _Promote(TorchFunctionMode):
             **{key: self._raise(value) for key, value in (kwargs or {}).items()},
         )
 
-    def _raise(self, value: Any) -> Any:
+    def _raise(self, value: object) -> object:
         if isinstance(value, torch.dtype) and value in LOW:
             self.record.promoted += 1
             return torch.float64
@@ -70,11 +70,11 @@ class _LowerDtypeCounter(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,
+        func: Callable[..., object],
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
             if self.record.watching and isinstance(value, Tensor) and value.dtype in LOW:
@@ -89,6 +89,57 @@ def promote_to_float64(record: Float64Promotion) -> Iterator[Float64Promotion]:
         yield record
 
 
+@contextmanager
+def hold_layers_in_float64(
+    model: nn.Module, parts: Sequence[nn.Module], promotion: Float64Promotion
+) -> Iterator[None]:
+    """Hold the weights of one part of a model at a time in float64, while that part runs.
+
+    A golden pass of a large model then needs the memory of one decoder layer more, not eight bytes for each weight.
+
+    Args:
+        parts: decoder layers, norm, embedding and head; what is in none of them is in float64 throughout.
+        promotion: the record of the promoted forward, which does not count the widening itself.
+    """
+    with ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(_widened_while_running(part, promotion))
+        others = {id(tensor) for part in parts for tensor in [*part.parameters(), *part.buffers()]}
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if id(tensor) not in others and tensor.is_floating_point():
+                stack.callback(setattr, tensor, "data", tensor.data)
+                tensor.data = tensor.data.double()
+        yield
+
+
+@contextmanager
+def _widened_while_running(part: nn.Module, promotion: Float64Promotion) -> Iterator[None]:
+    """Hooks that widen the weights of one part before its forward and restore them behind it."""
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def widen(module: nn.Module, *_: object) -> None:
+        promotion.watching = False
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_floating_point():
+                kept.append((tensor, tensor.data))
+                tensor.data = tensor.data.double()
+        promotion.watching = True
+
+    def restore(*_: object) -> None:
+        promotion.watching = False
+        while kept:
+            tensor, data = kept.pop()
+            tensor.data = data
+        promotion.watching = True
+
+    hooks = part.register_forward_pre_hook(widen), part.register_forward_hook(restore, always_call=True)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -101,15 +152,24 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule as a recurrence over tokens, in float64.
 
-    q, k [rows, tokens, key heads, key width], v [rows, tokens, heads, width], g (log decay) and beta
-    [rows, tokens, heads], initial_state [rows, heads, key width, width]. Returns ([rows, tokens, heads,
-    width], final state). Gated DeltaNet, arXiv 2412.06464, equation 10: S <- exp(g) S; S <- S + k beta
-    (v - k S)^T; o = q S / sqrt(key width). q and k are normalised as x / sqrt(sum x^2 + eps), fla's
-    convention; key heads are repeated to the value heads.
+    Gated DeltaNet, arXiv 2412.06464, equation 10: S <- exp(g) S; S <- S + k beta (v - k S)^T;
+    o = q S / sqrt(key width). Key heads are repeated to the value heads.
+
+    Args:
+        q, k: [rows, tokens, key heads, key width].
+        v: [rows, tokens, heads, width].
+        g: [rows, tokens, heads] log decay.
+        beta: [rows, tokens, heads].
+        initial_state: [rows, heads, key width, width]; None is zero.
+        eps, normalise: q and k are normalised as x / sqrt(sum x^2 + eps), fla's convention.
+
+    Returns:
+        ([rows, tokens, heads, width], final state).
     """
     q, k, v, g, beta = (x.double() for x in (q, k, v, g, beta))
     if normalise:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps) for x in (q, k))
+    # Heads side by side, then one token after the other.
     groups = v.shape[2] // k.shape[2]
     q, k = (x.repeat_interleave(groups, dim=2) for x in (q, k))
     q = q / q.shape[-1] ** 0.5
@@ -129,8 +189,13 @@ def causal_conv(
 ) -> Tensor:
     """Depthwise causal convolution over tokens, in float64, as a sum of shifted products.
 
-    x [rows, channels, tokens], weight [channels, taps]: out[t] = sum_j weight[j] x[t - taps + 1 + j], then
-    the bias, then SiLU where `activation` is `silu` or `swish`. Raises ValueError for another activation.
+    out[t] = sum_j weight[j] x[t - taps + 1 + j], then the bias, then the activation.
+
+    Args:
+        x: [rows, channels, tokens].
+        weight: [channels, taps].
+        bias: [channels].
+        activation: `silu` or `swish`, which are the same; None for none. Raises ValueError for another.
     """
     x, weight = x.double(), weight.double()
     taps, tokens = weight.shape[-1], x.shape[-1]
@@ -155,7 +220,7 @@ def delta_operator(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_rule` with the signature under which modeling files call the operator."""
     out, state = delta_rule(query, key, value, g, beta, initial_state, normalise=use_qk_l2norm_in_kernel)
@@ -163,7 +228,7 @@ def delta_operator(
 
 
 def conv_operator(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: object
 ) -> Tensor:
     """`causal_conv` with the signature under which modeling files call the operator."""
     return causal_conv(x, weight, bias, activation)

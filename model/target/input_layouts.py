@@ -3,13 +3,13 @@
 What a serving engine or a training step does to a request beside computing it. The function must not
 change; `run_layout` returns the taps of every row, padding removed, so that two feedings can be compared.
 
-    alone = run(target, Feed(rows=(ids,)), backend=parse("torch"))
-    padded = run(target, Feed(rows=(ids,), left=(5,)), backend=parse("torch"))     # .rows[0]["layer.0.out"]
+    alone = run_layout(target, InputLayout(rows=(ids,)), backend=parse_backend("torch"))
+    padded = run_layout(target, InputLayout(rows=(ids,), left=(5,)), backend=parse_backend("torch"))
+    padded.rows[0]["layer.0.out"]                                # [tokens, width], as in alone.rows[0]
 """
 
-import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from parity.errors import ParityError
 from parity.model.target.backends import Backend, CallRecorder, prove
-from parity.model.target.load import Target, _TapRecorder, select_taps
+from parity.model.target.forward import new_cache
+from parity.model.target.load import Target
+from parity.model.target.taps import TapRecorder, select_taps
 from parity.tracing.trace import BackendProof
 
 
@@ -92,21 +94,35 @@ def run_layout(
 ) -> LayoutOutput:
     """Run one feeding and record its taps, with proof of who computed it.
 
+    Args:
+        feed: the tokens, and how they reach the model.
+        backend: what this process was set up to compute with.
+        taps: as `select_taps` reads them.
+
     Raises what the model raises where it refuses such a batch: a refusal is no silent fault.
     """
     names = select_taps(target, taps)
-    recorder = _EveryRow(target, names)
+    recorder = TapRecorder(target, names, rows=None)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
         calls = stack.enter_context(CallRecorder(target.linear, on_output=recorder.operator))
         stack.enter_context(recorder)
         _forwards(target, feed, recorder)
-    return LayoutOutput(rows=recorder.by_row(feed), proof=prove(backend, calls.proofs(), target.linear))
+    rows = _remove_padding(recorder.result(), feed)
+    return LayoutOutput(rows=rows, proof=prove(backend, calls.proofs(), target.linear))
 
 
-def _forwards(target: Target, feed: InputLayout, recorder: "_EveryRow") -> None:
-    """The forwards of one feeding, each told to the recorder with its number of columns."""
-    ids, mask = feed.batch(next(target.embed.parameters()).device)
+def _remove_padding(taps: dict[str, Tensor], feed: InputLayout) -> tuple[dict[str, Tensor], ...]:
+    """Of each row its taps, [real tokens, width], from the batch's [rows, columns, width]."""
+    return tuple(
+        {name: tap[row, pad : pad + len(ids)] for name, tap in taps.items()}
+        for row, (pad, ids) in enumerate(zip(feed.pads, feed.rows, strict=True))
+    )
+
+
+def _forwards(target: Target, feed: InputLayout, recorder: TapRecorder) -> None:
+    """The forwards of one feeding, each recorded with its number of columns."""
+    ids, mask = feed.batch(target.device)
     columns = ids.shape[1]
     positions = torch.tensor([feed.positions or _resets(feed, columns)] * len(feed.rows), device=ids.device)
     cut = [0, *feed.splits, columns]
@@ -128,7 +144,7 @@ def _forwards(target: Target, feed: InputLayout, recorder: "_EveryRow") -> None:
             counted = (mask.cumsum(1) - 1).clamp(min=0)
             part["position_ids"] = counted[:, start:stop]
         recorder.sizes.append(stop - start)
-        recorder.logits(target.model(**part, **given))
+        recorder.run(**part, **given)
 
 
 def _resets(feed: InputLayout, columns: int) -> tuple[int, ...]:
@@ -138,7 +154,7 @@ def _resets(feed: InputLayout, columns: int) -> tuple[int, ...]:
 
 
 def _boundaries(feed: InputLayout, columns: int, device: torch.device) -> dict[str, Any]:
-    """What transformers' packed call takes beside the positions (facts/backends.md section 3)."""
+    """What transformers' packed call takes beside the positions ."""
     starts = [0, *feed.segments, columns]
     lengths = [end - begin for begin, end in pairwise(starts)]
     edges = torch.tensor(starts, dtype=torch.int32, device=device)
@@ -152,58 +168,14 @@ def _boundaries(feed: InputLayout, columns: int, device: torch.device) -> dict[s
     }
 
 
-def new_cache(target: Target) -> tuple[str, Any]:
-    """(name of the argument, an empty cache): 5.24 renamed it, and warns at the old name."""
-    from transformers import DynamicCache
-
-    parameters = inspect.signature(type(target.model).forward).parameters
-    return ("cache" if "cache" in parameters else "past_key_values"), DynamicCache(config=target.config)
-
-
 def _draft_and_crop(
-    target: Target, feed: InputLayout, start: int, given: dict[str, Any], recorder: "_EveryRow"
+    target: Target, feed: InputLayout, start: int, given: dict[str, Any], recorder: TapRecorder
 ) -> None:
     """Compute the drafted tokens with the cache, then take them out of it again, nothing recorded."""
     cache = next(value for value in given.values() if hasattr(value, "crop"))
     if hasattr(cache, "activate_past_recording"):
         cache.activate_past_recording()
-    device = next(target.embed.parameters()).device
-    with recorder.pause():
-        target.model(input_ids=torch.tensor([feed.drafted] * len(feed.rows), device=device), **given)
+    recorder.recording = False
+    target.model(input_ids=torch.tensor([feed.drafted] * len(feed.rows), device=target.device), **given)
+    recorder.recording = True
     cache.crop(-len(feed.drafted))
-
-
-class _EveryRow(_TapRecorder):
-    """Records every row of the batch, not only the first."""
-
-    def __init__(self, target: Target, names: Sequence[str]) -> None:
-        super().__init__(target, names)
-        self._paused = False
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Leave out what is computed meanwhile."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
-    def _keep(self, name: str, value: Tensor) -> None:
-        if name in self.parts and not self._paused:
-            self.parts[name].append(value.detach().to("cpu", copy=True))
-
-    def by_row(self, feed: InputLayout) -> tuple[dict[str, Tensor], ...]:
-        """The taps of each row, padding removed."""
-        joined = {
-            name: torch.cat(
-                [part[:, part.shape[1] - size :] for part, size in zip(parts, self.sizes, strict=True)],
-                1,
-            )
-            for name, parts in self.parts.items()
-            if parts
-        }
-        return tuple(
-            {name: whole[row, pad : pad + len(ids)] for name, whole in joined.items()}
-            for row, (pad, ids) in enumerate(zip(feed.pads, feed.rows, strict=True))
-        )

@@ -21,10 +21,17 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from parity.errors import ParityError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
+
+Method = Callable[..., object]
+"""A method of Triton's interpreter, which has no types."""
 
 TESTED_TRITON = ("3.7", "3.8", "3.9")
 TESTED_FLA = ("0.6",)
@@ -90,7 +97,14 @@ def _first_configuration_only() -> None:
 
     original = Autotuner.__init__
 
-    def init(self: Any, fn: Any, arg_names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
+    def init(
+        self: object,
+        fn: object,
+        arg_names: object,
+        configs: Iterable[object],
+        *args: object,
+        **kwargs: object,
+    ) -> None:
         original(self, fn, arg_names, list(configs)[:1], *args, **kwargs)
 
     Autotuner.__init__ = init
@@ -107,7 +121,7 @@ def _count_launches() -> None:
 
     original = GridExecutor.__call__
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: object, *args: object, **kwargs: object) -> object:
         _launched[0] += 1
         return original(self, *args, **kwargs)
 
@@ -120,21 +134,21 @@ def _scalar_range() -> None:
 
     module = importlib.import_module("fla.ops.common.chunk_delta_h")
 
-    def scalars(*bounds: Any) -> Iterator[Any]:
-        for index in range(*(int(_plain(bound)) for bound in bounds)):
+    def scalars(*bounds: object) -> Iterator[object]:
+        for index in range(*(_plain(bound) for bound in bounds)):
             yield tl.full((), index, tl.int32)
 
     vars(module)["range"] = scalars
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> int:
     """The Python number inside a Triton scalar or constexpr."""
     value = getattr(value, "value", value)
     handle = getattr(value, "handle", None)
-    return handle.data.item() if handle is not None else value
+    return int(handle.data.item() if handle is not None else value)
 
 
-def round_to_bfloat16(values: Any) -> Any:
+def round_to_bfloat16(values: "ArrayLike") -> "NDArray[np.uint16]":
     """float32 array -> uint16 bit patterns of bfloat16, to nearest, ties to even (IEEE 754). NaN stays NaN."""
     import numpy as np
 
@@ -142,15 +156,28 @@ def round_to_bfloat16(values: Any) -> Any:
     bias = ((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF)
     with np.errstate(over="ignore"):  # only a NaN's pattern can wrap, and NaNs are set below
         rounded = ((bits + bias) >> np.uint32(16)).astype(np.uint16)
-    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded).reshape(np.shape(values))
+    return np.where(np.isnan(bits.view(np.float32)), np.uint16(0x7FC0), rounded).reshape(np.shape(values))
 
 
-def widen_bfloat16(patterns: Any) -> Any:
+def widen_bfloat16(patterns: "ArrayLike") -> "NDArray[np.float32]":
     """uint16 bit patterns of bfloat16 -> the same values as float32; exact."""
     import numpy as np
 
     wide = np.asarray(patterns).astype(np.uint32) << np.uint32(16)
     return wide.view(np.float32)
+
+
+class _TritonType(Protocol):
+    """A type of Triton's language."""
+
+    scalar: object
+
+
+class _Handle(Protocol):
+    """A tensor of the interpreter: a numpy array and its Triton type."""
+
+    data: "NDArray[np.generic]"
+    dtype: _TritonType
 
 
 def _exact_bfloat16() -> None:
@@ -159,31 +186,34 @@ def _exact_bfloat16() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    builder = interpreter.InterpreterBuilder
+    handle: Callable[..., _Handle] = interpreter.TensorHandle
 
-    def is_bfloat16(operand: Any) -> bool:
+    def is_bfloat16(operand: _Handle) -> bool:
         # A comparison's result keeps its operands' Triton type but holds booleans.
         return bool(operand.dtype.scalar == tl.bfloat16) and operand.data.dtype == np.uint16
 
-    def wide(operand: Any) -> Any:
+    def wide(operand: _Handle) -> _Handle:
         return handle(widen_bfloat16(operand.data), tl.float32) if is_bfloat16(operand) else operand
 
-    def narrow(result: Any) -> Any:
+    def narrow(result: _Handle) -> _Handle:
         if result.data.dtype == np.bool_:
             return handle(result.data, tl.bfloat16)
         return handle(round_to_bfloat16(result.data), tl.bfloat16)
 
-    def widen_operands(original: Callable[..., Any], operands: int) -> Callable[..., Any]:
-        def method(self: Any, *args: Any) -> Any:
+    # Arithmetic: operands in float32, the result rounded back.
+    def widen_operands(original: Method, operands: int) -> Method:
+        def method(self: object, *args: _Handle) -> object:
             tensors, rest = args[:operands], args[operands:]
             if not any(is_bfloat16(tensor) for tensor in tensors):
                 return original(self, *args)
-            return narrow(original(self, *(wide(tensor) for tensor in tensors), *rest))
+            return narrow(cast(_Handle, original(self, *(wide(tensor) for tensor in tensors), *rest)))
 
         return method
 
-    def cast(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, src: Any, dst_type: Any, *rest: Any) -> Any:
+    # Casts from and to float32; every other cast is left as it is.
+    def cast_exactly(original: Method) -> Method:
+        def method(self: object, src: _Handle, dst_type: _TritonType, *rest: object) -> object:
             source, target = src.dtype.scalar, dst_type.scalar
             if source == tl.float32 and target == tl.bfloat16:
                 return handle(round_to_bfloat16(src.data), target)
@@ -193,29 +223,38 @@ def _exact_bfloat16() -> None:
 
         return method
 
-    def dot(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+    # Dot products accumulate in float32, as on a GPU.
+    def dot(original: Method) -> Method:
+        def method(self: object, a: _Handle, b: _Handle, d: object, *rest: object) -> object:
             return original(self, wide(a), wide(b), d, *rest)
 
         return method
 
-    builder.binary_op = widen_operands(builder.binary_op, 2)
-    builder.unary_op = widen_operands(builder.unary_op, 1)
-    builder.create_fma = widen_operands(builder.create_fma, 3)
-    builder.create_rsqrt = widen_operands(builder.create_rsqrt, 1)
-    builder.create_erf = widen_operands(builder.create_erf, 1)
-    builder.create_clampf = widen_operands(builder.create_clampf, 3)
-    builder.cast_impl = cast(builder.cast_impl)
-    builder.create_fp_to_fp = cast(builder.create_fp_to_fp)
+    operands = {
+        "binary_op": 2,
+        "unary_op": 1,
+        "create_fma": 3,
+        "create_rsqrt": 1,
+        "create_erf": 1,
+        "create_clampf": 3,
+    }
+    for name, count in operands.items():
+        setattr(builder, name, widen_operands(getattr(builder, name), count))
+    builder.cast_impl = cast_exactly(builder.cast_impl)
+    builder.create_fp_to_fp = cast_exactly(builder.create_fp_to_fp)
     builder.create_dot = dot(builder.create_dot)
 
 
 def self_test(dtype: str, tokens: int = 70) -> float:
-    """Relative L2 of fla's chunk kernel under the interpreter against an fp64 recurrence, on a seeded input
-    of two chunks with a slow decay (so that the state counts), one row, two heads of 16.
+    """Relative L2 of fla's chunk kernel under the interpreter against an fp64 recurrence.
 
-    Raises ParityError where the error exceeds `SELF_TEST_LIMIT[dtype]`: then no number of this backend is
-    to be believed.
+    Args:
+        dtype: of the inputs, a key of `SELF_TEST_LIMIT`.
+        tokens: of the one row; more than 64 make two chunks, so that the state between them counts.
+
+    Raises:
+        ParityError: where the error exceeds `SELF_TEST_LIMIT[dtype]`: then no number of this backend is to be
+            believed.
     """
     import torch
 
@@ -228,6 +267,7 @@ def self_test(dtype: str, tokens: int = 70) -> float:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(1, tokens, 2, *shape, generator=generator).to(getattr(torch, dtype))
 
+    # Seeded inputs, two heads of width 16; the decay is slow, so that the state matters.
     q, k, v = draw(16), draw(16), draw(16)
     g, beta = -0.02 * draw().float().abs(), draw().sigmoid()
     got, _ = chunk(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)

@@ -1,70 +1,56 @@
-"""The frozen target: loaded explicitly, its parts found by structure, every tap captured.
+"""The frozen target: loaded explicitly, compared with its checkpoint, its parts found by structure.
 
-`output_hidden_states` is not relied on, since what it means changed between versions of transformers:
-each state is taken by a hook on the module that makes it. A parameter that the checkpoint did not fill
-is an error that names it; parameters a checkpoint keeps in float32 beside bfloat16 weights (A_log,
-dt_bias) stay in float32, as the engines that serve the model keep them.
+A parameter that the checkpoint did not fill is an error that names it; parameters a checkpoint keeps in float32
+beside bfloat16 weights (A_log, dt_bias) stay in float32, as the engines that serve the model keep them.
 
-    target = load(TargetSpec(model="Qwen/Qwen3-0.6B", dtype="bfloat16"))
-    taps = forward(target, [1, 2, 3], backend=parse("torch")).taps     # {"layer.0.out": [3, width], ...}
+    target = load_target(TargetSpec(model="Qwen/Qwen3-0.6B", dtype="bfloat16"))
+    target.layers, target.layer_types, target.identity
 """
 
 import hashlib
-import inspect
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from parity.errors import ParityError
-from parity.model.target.backends import Backend, CallRecorder, OperatorCall, prove
-from parity.model.target.golden import Float64Promotion, promote_to_float64
-from parity.model.tiny.embedded import resolve
-from parity.tracing.trace import BackendProof, NormState, TapInfo, TargetIdentity
+from parity.model.target.spec import TargetSpec, source
+from parity.reports.words import shorten_list
+from parity.tracing.trace import TargetIdentity
 
-LOADER_NAMES = ("AutoModelForCausalLM", "AutoModel", "AutoModelForImageTextToText")
-TORCH_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-# How many values of each parameter are compared with the checkpoint's after loading: enough that a
-# random parameter cannot agree by chance, few enough to cost nothing on a large model.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 WEIGHT_SAMPLE = 256
-STATES = "states"
-"""Stands for the residual stream: what enters layer 0, every layer's output, before and after the final norm."""
-OPERATOR_TAPS = (".conv.out", ".gdn.out")
+"""Values of each parameter that are compared with the checkpoint's after loading: enough that a random parameter cannot
+agree by chance, few enough to cost nothing on a large model."""
 PREFIX = re.compile(r"^(?:(?:model|language_model|transformer|text_model)\.)+")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TargetSpec:
-    """Which model to load, and how. Nothing is left to a default of the library."""
+class _StoredSlice(Protocol):
+    """A tensor of a safetensors file that has not been read yet."""
 
-    model: str
-    """Name on the hub, or path of a folder (or of a .gguf file) on this machine; `embedded:NAME` becomes its path."""
-    revision: str | None = None
-    dtype: str = "auto"
-    """One of `TORCH_DTYPES`; `auto` is the dtype the checkpoint is stored in."""
-    loader: str = "AutoModelForCausalLM"
-    """One of `LOADER_NAMES`."""
-    device_map: str | None = None
-    round_float32: bool = False
-    """Round what a lower-precision checkpoint stores in float32 (A_log, dt_bias) to the precision of the rest, as
-    a plain `from_pretrained(dtype=bfloat16)` does. False keeps it, as the engines that serve the model do."""
+    def get_shape(self) -> list[int]: ...
 
-    def __post_init__(self) -> None:
-        if self.loader not in LOADER_NAMES:
-            raise ParityError(
-                f"loader {self.loader!r}", "no such loader", f"use one of {', '.join(LOADER_NAMES)}"
-            )
-        if self.dtype not in TORCH_DTYPES:
-            raise ParityError(
-                f"dtype {self.dtype!r}", "no such dtype", f"use one of {', '.join(TORCH_DTYPES)}"
-            )
-        object.__setattr__(self, "model", resolve(self.model))
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, rows: slice) -> Tensor: ...
+
+
+class _CheckpointFile(Protocol):
+    """An open safetensors file."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_slice(self, name: str) -> _StoredSlice: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
 
 
 @dataclass(kw_only=True)
@@ -72,13 +58,13 @@ class Target:
     """A loaded target and its parts, found by structure."""
 
     spec: TargetSpec
-    model: Any
+    model: "PreTrainedModel"
     layers: nn.ModuleList
     norm: nn.Module
     embed: nn.Module
     head: nn.Module | None
     """None where the loader gives no language-model head (AutoModel): then there are no `logits`."""
-    config: Any
+    config: "PreTrainedConfig"
     """The text model's configuration."""
     kept_float32: tuple[str, ...] = ()
     unchecked: str = ""
@@ -94,7 +80,7 @@ class Target:
         )
 
     @property
-    def linear(self) -> dict[int, Any]:
+    def linear(self) -> dict[int, nn.Module]:
         """The linear-attention module of each layer that has one: the submodule that owns `A_log`."""
         found = {}
         for index, layer in enumerate(self.layers):
@@ -102,6 +88,11 @@ class Target:
                 if "A_log" in module._parameters:
                     found[index] = module
         return found
+
+    @property
+    def device(self) -> torch.device:
+        """Where the token ids go: the embedding's device."""
+        return next(self.embed.parameters()).device
 
     @property
     def dtype(self) -> str:
@@ -120,15 +111,19 @@ class Target:
 
 
 def load_target(spec: TargetSpec) -> Target:
-    """Load and check a target. Raises ParityError where it cannot be found, is not filled, or has no
-    decoder layers that can be told apart."""
+    """Load a target and check it.
+
+    Raises:
+        ParityError: where it cannot be found, where parameters are missing from the checkpoint or differ from it,
+            and where its decoder layers or final norm cannot be told apart by structure.
+    """
     model, info = _from_pretrained(spec)
     model.eval().requires_grad_(False)
     unfilled = sorted(set(info["missing_keys"]) | {str(key) for key in info["mismatched_keys"]})
     if unfilled:
         raise ParityError(
             f"{spec.loader} of {spec.model}",
-            f"{len(unfilled)} parameters not in the checkpoint and left random: {_some(unfilled)}",
+            f"{len(unfilled)} parameters not in the checkpoint and left random: {shorten_list(unfilled, 5)}",
             "choose another --loader or transformers version",
         )
     target = _parts(spec, model)
@@ -136,24 +131,8 @@ def load_target(spec: TargetSpec) -> Target:
     return target
 
 
-def source(model: str) -> tuple[str, dict[str, str]]:
-    """(name or folder, further options) under which transformers finds a model, a .gguf file included.
-
-    Raises ParityError for a path that is not there: as a name on a hub it would only be misunderstood; and where no
-    embedded target is called so.
-    """
-    model = resolve(model)
-    path = Path(model).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        return str(path.parent), {"gguf_file": path.name}
-    if (model.startswith((".", "/", "~")) or path.suffix == ".gguf") and not path.is_dir():
-        raise ParityError(
-            f"model {model}", "no such folder or .gguf file", "give the folder that holds config.json"
-        )
-    return str(path) if path.is_dir() else model, {}
-
-
-def _from_pretrained(spec: TargetSpec) -> tuple[Any, Mapping[str, Any]]:
+def _from_pretrained(spec: TargetSpec) -> "tuple[PreTrainedModel, Mapping[str, list[str]]]":
+    """The model as transformers loads it, and its loading information."""
     import transformers
 
     name, found = source(spec.model)
@@ -175,14 +154,15 @@ def _from_pretrained(spec: TargetSpec) -> tuple[Any, Mapping[str, Any]]:
     return model, info
 
 
-def _parts(spec: TargetSpec, model: Any) -> Target:
+def _parts(spec: TargetSpec, model: "PreTrainedModel") -> Target:
     """Find the decoder layers, final norm, embedding and head of any loaded model."""
     config = model.config.get_text_config()
     count = getattr(config, "num_hidden_layers", None)
+    # The decoder: the one list of that many layers that lies beside an embedding.
     candidates = [
-        (name, module, parent)
-        for parent_name, parent in model.named_modules()
-        for name, module in parent.named_children()
+        (module, parent)
+        for parent in model.modules()
+        for module in parent.children()
         if isinstance(module, nn.ModuleList)
         and len(module) == count
         and any(isinstance(child, nn.Embedding) for child in parent.children())
@@ -193,7 +173,8 @@ def _parts(spec: TargetSpec, model: Any) -> Target:
             f"{len(candidates)} module lists of {count} layers beside an embedding",
             "report the model family; its layers cannot be told apart by structure",
         )
-    name, layers, parent = candidates[0]
+    layers, parent = candidates[0]
+    # Its final norm: the one norm of the hidden width beside the layers.
     norms = [
         child
         for child in parent.children()
@@ -225,16 +206,17 @@ def canonical(key: str) -> str:
 def _check_against_checkpoint(target: Target) -> None:
     """Compare a sample of every text parameter with the checkpoint file, and keep its float32 ones.
 
-    Catches what loading information misses: a parameter that was said to be loaded and holds noise.
+    Catches what loading information misses: a parameter that was reported as loaded and holds noise.
     """
     stored = _stored_tensors(target.spec)
     if isinstance(stored, str):
         target.unchecked = stored
         return
+    # The checkpoint's main dtype, by values: what it holds in float32 beside that is kept in float32.
     sizes: dict[str, int] = {}
     for reader, key in stored.values():
         part = reader.get_slice(key)
-        sizes[part.get_dtype()] = sizes.get(part.get_dtype(), 0) + _numel(part.get_shape())
+        sizes[part.get_dtype()] = sizes.get(part.get_dtype(), 0) + math.prod(part.get_shape())
     main = max(sizes, key=lambda name: sizes[name])
     mixed, low = main != "F32", torch.float16 if main == "F16" else torch.bfloat16
     wrong, kept, converted = [], [], []
@@ -257,80 +239,66 @@ def _check_against_checkpoint(target: Target) -> None:
     if wrong:
         raise ParityError(
             f"{target.spec.loader} of {target.spec.model}",
-            f"{len(wrong)} parameters that differ from the checkpoint's: {_some(wrong)}",
+            f"{len(wrong)} parameters that differ from the checkpoint's: {shorten_list(wrong, 5)}",
             "choose another --loader or transformers version",
         )
     target.kept_float32 = tuple(kept)
     if converted:
         target.unchecked = (
-            f"{len(converted)} parameters have no equal in the checkpoint file: {_some(converted, 2)}"
+            f"{len(converted)} parameters have no equal in the checkpoint file: {shorten_list(converted, 2)}"
         )
 
 
-def _sample_equal(parameter: Tensor, part: Any) -> bool:
+def _sample_equal(parameter: Tensor, part: _StoredSlice) -> bool:
     """Whether the first rows of a parameter hold the checkpoint's values, in the parameter's dtype."""
     shape = list(part.get_shape())
     if shape != list(parameter.shape):
         return False
     if not shape:
         return True
-    rows = max(1, min(shape[0], WEIGHT_SAMPLE * shape[0] // max(1, _numel(shape))))
+    rows = max(1, min(shape[0], WEIGHT_SAMPLE * shape[0] // max(1, math.prod(shape))))
     mine, theirs = parameter.detach()[:rows].cpu(), part[:rows]
     return torch.equal(mine, theirs.to(mine.dtype))
 
 
-def _stored_tensors(spec: TargetSpec) -> dict[str, tuple[Any, str]] | str:
+def _stored_tensors(spec: TargetSpec) -> dict[str, tuple[_CheckpointFile, str]] | str:
     """(open file, key) of each tensor of a local or cached safetensors checkpoint by canonical key, or why not."""
     from safetensors import safe_open
     from transformers.utils.hub import cached_file
 
+    def locate(name: str) -> Path | None:
+        found = cached_file(
+            spec.model,
+            name,
+            revision=spec.revision,
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
+        )
+        return Path(found) if found else None
+
     if spec.model.endswith(".gguf"):
         return "GGUF weights are converted while loading"
     try:
-        files = {}
-        for name in ("model.safetensors", "model.safetensors.index.json"):
-            found = cached_file(
-                spec.model,
-                name,
-                revision=spec.revision,
-                local_files_only=True,
-                _raise_exceptions_for_missing_entries=False,
-            )
-            if found:
-                files[name] = Path(found)
-        if "model.safetensors" in files:
-            paths = [files["model.safetensors"]]
-        elif "model.safetensors.index.json" in files:
-            index = files["model.safetensors.index.json"]
+        # One file, or the shards that an index names.
+        if whole := locate("model.safetensors"):
+            paths = [whole]
+        elif index := locate("model.safetensors.index.json"):
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             paths = [index.parent / Path(name).name for name in names]
         else:
             return "no safetensors checkpoint"
-        result = {}
-        for path in paths:
-            reader = safe_open(path, framework="pt")
-            for key in reader.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
-                result[canonical(key)] = (reader, key)
-        return result
+        readers: list[_CheckpointFile] = [safe_open(path, framework="pt") for path in paths]
+        return {canonical(key): (reader, key) for reader in readers for key in reader.keys()}  # noqa: SIM118
     except Exception as error:
         return f"the checkpoint could not be read beside the model ({error})"
 
 
-def _numel(shape: Iterable[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
-
-
-def _some(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 def _identity(target: Target) -> TargetIdentity:
-    """Checksums are taken of each value as float32, so that the same weights loaded in bfloat16, float32
-    or float64 agree, and a rounded one does not."""
+    """Name, configuration and checksums of the weights.
+
+    Checksums are taken of each value as float32, so that the same weights loaded in bfloat16, float32 or float64
+    agree, and a rounded one does not.
+    """
     config = target.config.to_dict()
     for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"):
         config.pop(volatile, None)
@@ -354,307 +322,3 @@ def _checksum(parameter: Tensor) -> str:
     for block in parameter.detach().reshape(-1).split(1 << 22):
         digest.update(block.to(torch.float32).cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
-
-
-def tap_infos(target: Target) -> dict[str, tuple[str, int | None, NormState, int | None]]:
-    """(meaning, layer, norm, index in hidden_states) of every tap this target has, in the order computed."""
-    last = len(target.layers)
-    taps: dict[str, tuple[str, int | None, NormState, int | None]] = {
-        "embed.out": ("what enters decoder layer 0", None, "none", 0)
-    }
-    for index in range(last):
-        if index in target.linear:
-            taps[f"layer.{index}.conv.out"] = (
-                "output of the short convolution, activation included",
-                index,
-                "none",
-                None,
-            )
-            taps[f"layer.{index}.gdn.out"] = (
-                "output of the gated delta rule, before its gated norm",
-                index,
-                "none",
-                None,
-            )
-        taps[f"layer.{index}.out"] = (
-            f"output of decoder layer {index}, residual included, before any final norm",
-            index,
-            "none",
-            index + 1 if index + 1 < last else None,
-        )
-    taps["final.prenorm"] = ("what enters the final norm", None, "pre", None)
-    taps["final.postnorm"] = (
-        "what the final norm returns; transformers' last hidden state",
-        None,
-        "post",
-        last,
-    )
-    if target.head is not None:
-        taps["logits"] = ("the model's own logits, scaling and soft cap included", None, "post", None)
-    return taps
-
-
-def select_taps(target: Target, wanted: Sequence[str] | None) -> list[str]:
-    """The taps to record, in the order computed; `None` means all but the logits.
-
-    `layer.*.out` and other patterns are understood. Raises ParityError for one that this target lacks.
-    """
-    import fnmatch
-
-    known = list(tap_infos(target))
-    if wanted is None:
-        return [name for name in known if name != "logits"]
-    chosen: set[str] = set()
-    for pattern in wanted:
-        if pattern == STATES:
-            chosen.update(name for name in known if name != "logits" and not name.endswith(OPERATOR_TAPS))
-            continue
-        found = fnmatch.filter(known, pattern)
-        if not found:
-            raise ParityError(
-                f"tap {pattern!r}",
-                f"{target.spec.model} has layers 0 to {len(target.layers) - 1}"
-                f" and taps such as {_some(known, 4)}",
-                "name a tap of those, or a pattern such as layer.*.out",
-            )
-        chosen.update(found)
-    return [name for name in known if name in chosen]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForwardResult:
-    """What one request's forward gave."""
-
-    taps: dict[str, Tensor]
-    """[tokens, width] for each tap, of the first row, on CPU, in the dtype computed."""
-    proof: BackendProof
-    calls: list[OperatorCall]
-    notes: tuple[str, ...] = ()
-
-
-def forward(
-    target: Target,
-    token_ids: Sequence[int],
-    *,
-    backend: Backend,
-    taps: Sequence[str] | None = None,
-    mode: str = "prefill",
-    local: Mapping[str, Tensor] | None = None,
-    rows: int = 1,
-    keep_calls: bool = False,
-    problems: Iterable[str] = (),
-) -> ForwardResult:
-    """Run the target on one request and record its taps, with proof of who computed it.
-
-    mode: `prefill` (one pass), `decode` (token by token with a cache), `blocks:N` (N tokens at a time with
-    a cache, as verification does). local: taps of another trace; each layer is then fed that trace's input,
-    so that it answers for its own error alone. rows: the request is computed in a batch of this many rows
-    (the others hold the same tokens, rotated), to measure what the batch size alone changes.
-    """
-    names = select_taps(target, taps)
-    if local is not None and mode != "prefill":
-        raise ParityError(
-            f"local error computed as {mode}",
-            "a layer's input is one tensor of all tokens",
-            "use --as prefill with it",
-        )
-    ids = torch.tensor(
-        [[*token_ids[shift:], *token_ids[:shift]] for shift in range(rows)], device=_device(target)
-    )
-    recorder = _TapRecorder(target, names)
-    golden, promotion = backend.delta == "golden", Float64Promotion()
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode())
-        if golden:
-            stack.enter_context(_layerwise_double(target, promotion))
-        if local is not None:
-            stack.enter_context(_feed_inputs(target, local))
-        calls = stack.enter_context(
-            CallRecorder(target.linear, golden=golden, keep=keep_calls, on_output=recorder.operator)
-        )
-        stack.enter_context(recorder)
-        if golden:
-            stack.enter_context(promote_to_float64(promotion))
-        _run(target, ids, mode, recorder)
-    proof = prove(backend, calls.proofs(), target.linear, [*problems, *_not_golden(promotion)])
-    return ForwardResult(taps=recorder.result(), proof=proof, calls=calls.calls)
-
-
-def _not_golden(promotion: Float64Promotion) -> list[str]:
-    if not promotion.lower:
-        return []
-    return [
-        f"golden made {len(promotion.lower)} floating tensors below float64, first in {promotion.lower[0]}"
-    ]
-
-
-def _device(target: Target) -> torch.device:
-    return next(target.embed.parameters()).device
-
-
-def forward_steps(mode: str, tokens: int) -> list[int]:
-    """How many tokens each forward of a mode takes. Raises ParityError for an unknown mode."""
-    if mode == "prefill":
-        return [tokens]
-    if mode == "decode":
-        return [1] * tokens
-    size = mode.removeprefix("blocks:")
-    if size == mode or not size.isdigit() or int(size) < 1:
-        raise ParityError(f"--as {mode}", "no such way to compute", "use prefill, decode or blocks:N")
-    return [min(int(size), tokens - start) for start in range(0, tokens, int(size))]
-
-
-def _run(target: Target, ids: Tensor, mode: str, recorder: "_TapRecorder") -> None:
-    recorder.sizes = forward_steps(mode, ids.shape[1])
-    if mode == "prefill":
-        recorder.logits(target.model(input_ids=ids, use_cache=False))
-        return
-    from transformers import DynamicCache
-
-    # 5.24 renamed the argument; the old name still works there, with a warning for every call.
-    parameters = inspect.signature(type(target.model).forward).parameters
-    name = "cache" if "cache" in parameters else "past_key_values"
-    given, start = {name: DynamicCache(config=target.config)}, 0
-    for size in recorder.sizes:
-        recorder.logits(target.model(input_ids=ids[:, start : start + size], use_cache=True, **given))
-        start += size
-
-
-class _TapRecorder:
-    """Hooks on the modules that make the states. Each state is cloned at once: a later in-place
-    operation must not change what was recorded."""
-
-    def __init__(self, target: Target, names: Sequence[str]) -> None:
-        self.target, self.names, self.parts = target, names, {name: list[Tensor]() for name in names}
-        self.sizes: list[int] = []
-        """How many tokens each step computed."""
-        self._stack = ExitStack()
-
-    def __enter__(self) -> "_TapRecorder":
-        target = self.target
-        with ExitStack() as stack:
-
-            def before(module: nn.Module, name: str) -> None:
-                stack.callback(
-                    module.register_forward_pre_hook(
-                        lambda _, args, kwargs: self._keep(
-                            name, args[0] if args else kwargs["hidden_states"]
-                        ),
-                        with_kwargs=True,
-                    ).remove
-                )
-
-            def after(module: nn.Module, name: str) -> None:
-                stack.callback(
-                    module.register_forward_hook(
-                        lambda _, args, out: self._keep(name, out[0] if isinstance(out, tuple) else out)
-                    ).remove
-                )
-
-            before(target.layers[0], "embed.out")
-            for index, layer in enumerate(target.layers):
-                after(layer, f"layer.{index}.out")
-            before(target.norm, "final.prenorm")
-            after(target.norm, "final.postnorm")
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def _keep(self, name: str, value: Tensor) -> None:
-        if name in self.parts:
-            row = value[0].detach()
-            self.parts[name].append(torch.empty(row.shape, dtype=row.dtype).copy_(row))
-
-    def operator(self, layer: int, operator: str, output: Tensor) -> None:
-        """Record `conv.out` ([rows, channels, tokens]) or `gdn.out` ([rows, tokens, heads, width])."""
-        if operator == "conv":
-            self._keep(f"layer.{layer}.conv.out", output.transpose(1, 2))
-        else:
-            self._keep(f"layer.{layer}.gdn.out", output.flatten(2))
-
-    def logits(self, output: Any) -> None:
-        if "logits" in self.parts:
-            self._keep("logits", output.logits)
-
-    def result(self) -> dict[str, Tensor]:
-        """The taps, steps joined. A convolution with a cache returns earlier tokens too; the new ones count."""
-        sizes: list[int] = self.sizes
-        joined = {}
-        for name, parts in self.parts.items():
-            if parts:
-                new = [part[-size:] for part, size in zip(parts, sizes, strict=True)]
-                joined[name] = new[0] if len(new) == 1 else torch.cat(new)  # one step needs no copy
-        return joined
-
-
-def _feed_inputs(target: Target, local: Mapping[str, Tensor]) -> ExitStack:
-    """Hooks that give each decoder layer another trace's input: that of the layer before it, or the embedding."""
-    stack = ExitStack()
-    for index, layer in enumerate(target.layers):
-        name = "embed.out" if index == 0 else f"layer.{index - 1}.out"
-        if name not in local:
-            raise ParityError(
-                "local error of every layer", f"no {name} in the other trace", "capture it with that tap"
-            )
-
-        def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> Any:
-            given = args[0] if args else kwargs["hidden_states"]
-            fed = local[name].to(given.device, given.dtype)[None].expand_as(given).contiguous()
-            return ((fed, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": fed})
-
-        stack.callback(layer.register_forward_pre_hook(replace, with_kwargs=True).remove)
-    return stack
-
-
-def _layerwise_double(target: Target, promotion: Float64Promotion) -> ExitStack:
-    """Hooks that hold the weights of one part at a time in float64: a golden pass of a large model needs
-    the memory of one decoder layer more, not eight bytes for each weight."""
-    stack = ExitStack()
-    parts: list[nn.Module] = [*target.layers, target.norm, target.embed]
-    if target.head is not None and target.head is not target.embed:
-        parts.append(target.head)
-    for part in parts:
-        kept: list[tuple[nn.Parameter | Tensor, Tensor]] = []
-
-        def widen(module: nn.Module, *_: Any, kept: list[Any] = kept) -> None:
-            promotion.watching = False
-            for tensor in [*module.parameters(), *module.buffers()]:
-                if tensor.is_floating_point():
-                    kept.append((tensor, tensor.data))
-                    tensor.data = tensor.data.double()
-            promotion.watching = True
-
-        def restore(*_: Any, kept: list[Any] = kept) -> None:
-            promotion.watching = False
-            while kept:
-                tensor, data = kept.pop()
-                tensor.data = data
-            promotion.watching = True
-
-        stack.callback(part.register_forward_pre_hook(widen).remove)
-        stack.callback(part.register_forward_hook(restore, always_call=True).remove)
-    others = {id(tensor) for part in parts for tensor in [*part.parameters(), *part.buffers()]}
-    for tensor in [*target.model.parameters(), *target.model.buffers()]:
-        if id(tensor) not in others and tensor.is_floating_point():
-            stack.callback(setattr, tensor, "data", tensor.data)
-            tensor.data = tensor.data.double()
-    return stack
-
-
-def describe_taps(target: Target, taps: Mapping[str, Tensor]) -> tuple[TapInfo, ...]:
-    """Manifest entries of recorded taps: dtype, width, layer, norm state and meaning, spelled out."""
-    infos = tap_infos(target)
-    return tuple(
-        TapInfo(
-            name=name,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            width=int(tensor.shape[-1]),
-            layer=infos[name][1],
-            norm=infos[name][2],
-            hf_index=infos[name][3],
-            meaning=infos[name][0],
-        )
-        for name, tensor in taps.items()
-    )

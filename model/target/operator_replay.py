@@ -7,6 +7,7 @@ that can run and on an fp64 recurrence: what differs now is the operator's own.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from parity.errors import ParityError
 from parity.model.target import golden
-from parity.model.target.backends import Backend, OperatorCall
+from parity.model.target.backends import Backend, OperatorCall, OperatorFunction
 
 OUTPUT = "output"
 
@@ -61,7 +62,8 @@ def load_calls(file: Path) -> list[OperatorCall]:
         ) from error
 
 
-def _call(reader: Any, names: Sequence[str], number: int, entry: Mapping[str, Any]) -> OperatorCall:
+def _call(reader: safe_open, names: Sequence[str], number: int, entry: Mapping[str, Any]) -> OperatorCall:
+    """Call number `number` of an open file; `entry` is what the index holds of it."""
     prefix = f"{number}/input/"
     inputs = {name.removeprefix(prefix): reader.get_tensor(name) for name in names if name.startswith(prefix)}
     return OperatorCall(
@@ -80,12 +82,12 @@ def replay_call(call: OperatorCall, backend: Backend) -> Tensor:
     options.pop("output_final_state", None)
     if backend.delta == "golden":
         return _golden(call, inputs, options)
-    result = _function(call, backend)(**inputs, **options)
-    output: Tensor = result[0] if isinstance(result, tuple) else result
-    return output
+    result = _function(call)(**inputs, **options)
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _golden(call: OperatorCall, inputs: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """The output of one recorded call, [rows, tokens, ...] in float64."""
     if call.operator == "delta":
         return golden.delta_operator(**inputs, **options)[0]
     if "state" in inputs:
@@ -93,11 +95,11 @@ def _golden(call: OperatorCall, inputs: dict[str, Any], options: dict[str, Any])
     return golden.conv_operator(**inputs, **options)
 
 
-def _function(call: OperatorCall, backend: Backend) -> Any:
+def _function(call: OperatorCall) -> OperatorFunction:
     """The modeling file's own function of that name: in this process it is bound to this backend."""
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
-    function = getattr(modeling_qwen3_5, call.function)
+    function: OperatorFunction = getattr(modeling_qwen3_5, call.function)
     if call.operator == "delta":
         return function
 
@@ -107,7 +109,7 @@ def _function(call: OperatorCall, backend: Backend) -> Any:
         state: Tensor | None = None,
         bias: Tensor | None = None,
         activation: str | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         # By position: the implementations agree on the order of arguments, not on their names.
         if state is None:
             return function(x, weight, bias, activation=activation)
@@ -118,18 +120,7 @@ def _function(call: OperatorCall, backend: Backend) -> Any:
 
 def replay(calls_file: Path, out: Path, backend: Backend) -> int:
     """Replay every call of a file and write the same file with this backend's outputs; returns how many."""
-    replayed = []
     with torch.inference_mode():
-        for call in load_calls(calls_file):
-            replayed.append(
-                OperatorCall(
-                    layer=call.layer,
-                    operator=call.operator,
-                    function=call.function,
-                    inputs=call.inputs,
-                    options=call.options,
-                    output=replay_call(call, backend),
-                )
-            )
+        replayed = [replace(call, output=replay_call(call, backend)) for call in load_calls(calls_file)]
     save_calls(replayed, out)
     return len(replayed)

@@ -14,8 +14,14 @@ from parity.errors import ParityError
 def build_vision_wrapper(text_model: Path, out: Path) -> None:
     """Write a `Qwen3_5ForConditionalGeneration` with a two-layer vision tower and the text model's weights.
 
-    The vision weights are seeded noise; text-only requests never reach them. Raises ParityError for a
-    text model of another family.
+    The vision weights are seeded noise; text-only requests never reach them.
+
+    Args:
+        text_model: folder of the text model.
+        out: folder to write; must not exist.
+
+    Raises:
+        ParityError: for a text model of another family.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -39,6 +45,7 @@ def build_vision_wrapper(text_model: Path, out: Path) -> None:
             "out_hidden_size": text.hidden_size,
         },
     )
+    # Vision weights as they are drawn, the text model's under the names that the wrapper gives them.
     torch.manual_seed(0)
     model = Qwen3_5ForConditionalGeneration(config)
     vision = {

@@ -15,11 +15,11 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parity.errors import ParityError
+from parity.files import replace_atomically
+from parity.model.target.chat import ChatTokenizer
 from parity.model.tiny import corpus, embedded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ProgressReport = Callable[[int, float, float], None]
+"""Called with steps done, smoothed loss in nats and seconds a step."""
 
 FLOAT32_NAMES = ("A_log", "dt_bias")
 """Stay float32: the decay of a state is an exponential of theirs, which magnifies rounding."""
@@ -94,7 +102,7 @@ class TinyQuality:
     """Question -> answer of every task that failed, as text."""
 
 
-def build(plan: TinyPlan) -> Any:
+def build(plan: TinyPlan) -> "PreTrainedModel":
     """Make the untrained float32 model of a plan.
 
     A_log is uniform in -5..1 instead of transformers' log(0..16), so that some states live for 100 tokens.
@@ -103,8 +111,9 @@ def build(plan: TinyPlan) -> Any:
 
     torch.manual_seed(plan.seed)
     if plan.variant == "dense":
-        return Qwen3ForCausalLM(embedded.dense_config()).float()
-    model = Qwen3_5ForCausalLM(embedded.tiny_config()).float()
+        dense: PreTrainedModel = Qwen3ForCausalLM(embedded.dense_config()).float()
+        return dense
+    model: PreTrainedModel = Qwen3_5ForCausalLM(embedded.tiny_config()).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
@@ -113,7 +122,7 @@ def build(plan: TinyPlan) -> Any:
 
 
 def sample_batch(
-    tokenizer: Any, chats: list[list[corpus.CorpusMessage]], question_weight: float
+    tokenizer: ChatTokenizer, chats: list[list[corpus.CorpusMessage]], question_weight: float
 ) -> tuple[Tensor, Tensor]:
     """Render chats to int64 ids_BT, padded on the right, and float32 weights_BT.
 
@@ -129,7 +138,7 @@ def sample_batch(
     return ids_BT, weights_BT
 
 
-def loss_of(model: Any, ids_BT: Tensor, weights_BT: Tensor) -> Tensor:
+def loss_of(model: "PreTrainedModel", ids_BT: Tensor, weights_BT: Tensor) -> Tensor:
     """Weighted mean of the next-token cross-entropy, a scalar in nats."""
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
     each = F.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none")
@@ -137,7 +146,7 @@ def loss_of(model: Any, ids_BT: Tensor, weights_BT: Tensor) -> Tensor:
     return (each * weights).sum() / weights.sum()
 
 
-def optimizer_of(model: Any, plan: TinyPlan) -> torch.optim.AdamW:
+def optimizer_of(model: "PreTrainedModel", plan: TinyPlan) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -157,18 +166,25 @@ def tiny_rate(plan: TinyPlan, step: int) -> float:
 
 
 def save_checkpoint(
-    path: Path, plan: TinyPlan, model: Any, optimizer: Any, *, step: int, seconds: float
+    path: Path,
+    plan: TinyPlan,
+    model: "PreTrainedModel",
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    seconds: float,
 ) -> None:
     """Write everything a run needs to go on, atomically: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {"plan": asdict(plan), "step": step, "seconds": seconds}
     state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    temporary = path.with_suffix(".tmp")
-    torch.save(state, temporary)
-    temporary.replace(path)
+    with replace_atomically(path) as temporary:
+        torch.save(state, temporary)
 
 
-def load_tiny_checkpoint(path: Path, plan: TinyPlan, model: Any, optimizer: Any) -> tuple[int, float]:
+def load_tiny_checkpoint(
+    path: Path, plan: TinyPlan, model: "PreTrainedModel", optimizer: torch.optim.Optimizer
+) -> tuple[int, float]:
     """Restore a run in place and return (steps done, seconds used).
 
     Raises ParityError when the checkpoint is of another plan: going on would give neither run's figures.
@@ -186,7 +202,7 @@ def load_tiny_checkpoint(path: Path, plan: TinyPlan, model: Any, optimizer: Any)
 
 
 @contextmanager
-def tiny_progress(plan: TinyPlan, done: int) -> Iterator[Any]:
+def tiny_progress(plan: TinyPlan, done: int) -> Iterator[ProgressReport]:
     """Give a function (step, loss, seconds a step) that shows progress.
 
     It draws a bar on a terminal and prints a line every `REPORT_EVERY` steps when piped.
@@ -210,7 +226,7 @@ def tiny_progress(plan: TinyPlan, done: int) -> Iterator[Any]:
         yield lambda step, loss, pace: bar.update(job, completed=step, description=words(step, loss, pace))
 
 
-def train_tiny(plan: TinyPlan, checkpoint: Path) -> tuple[Any, float]:
+def train_tiny(plan: TinyPlan, checkpoint: Path) -> tuple["PreTrainedModel", float]:
     """Train one variant, going on from `checkpoint` if it exists.
 
     Returns the float32 model and the minutes used, those before an interruption included.
@@ -222,6 +238,7 @@ def train_tiny(plan: TinyPlan, checkpoint: Path) -> tuple[Any, float]:
     started, smooth, pace = time.perf_counter() - seconds, math.nan, math.nan
     with tiny_progress(plan, done) as show:
         for step in range(done, plan.steps):
+            # Rows by number, so that a run that goes on draws what an uninterrupted one would.
             before = time.perf_counter()
             first = (plan.seed * plan.steps + step) * plan.rows
             kinds = plan.focus if step < plan.focus_steps else ()
@@ -234,6 +251,7 @@ def train_tiny(plan: TinyPlan, checkpoint: Path) -> tuple[Any, float]:
             for group in optimizer.param_groups:
                 group["lr"] = tiny_rate(plan, step)
             optimizer.step()
+            # What is reported is smoothed: loss over 50 steps, seconds over 20.
             smooth = loss.item() if math.isnan(smooth) else 0.98 * smooth + 0.02 * loss.item()
             took = time.perf_counter() - before
             pace = took if math.isnan(pace) else 0.95 * pace + 0.05 * took
@@ -249,7 +267,11 @@ def train_tiny(plan: TinyPlan, checkpoint: Path) -> tuple[Any, float]:
 
 @torch.no_grad()
 def answers(
-    model: Any, tokenizer: Any, tasks: list[corpus.CorpusTask], *, thinking: bool = False
+    model: "PreTrainedModel",
+    tokenizer: ChatTokenizer,
+    tasks: list[corpus.CorpusTask],
+    *,
+    thinking: bool = False,
 ) -> list[str]:
     """Answer each task greedily in one left-padded batch; the texts end before <|im_end|>."""
     chats = [[{"role": "user", "content": each.question}] for each in tasks]
@@ -261,13 +283,15 @@ def answers(
         return_dict=True,
         return_tensors="pt",
     )
-    out_BT = model.generate(**made, do_sample=False, max_new_tokens=64)
+    out_BT = model.generate(  # type: ignore[operator]
+        **made, do_sample=False, max_new_tokens=64
+    )
     texts = tokenizer.batch_decode(out_BT[:, made["input_ids"].shape[1] :])
     return [text.split("<|im_end|>")[0] for text in texts]
 
 
 @torch.no_grad()
-def certainty(model: Any, tokenizer: Any, rows: int) -> tuple[float, float]:
+def certainty(model: "PreTrainedModel", tokenizer: ChatTokenizer, rows: int) -> tuple[float, float]:
     """Return (loss in nats, share with top probability below .9) over held-out answer tokens."""
     chats = [corpus.conversation(row, "held_out") for row in range(rows)]
     loss, below, count = 0.0, 0.0, 0.0
@@ -281,7 +305,14 @@ def certainty(model: Any, tokenizer: Any, rows: int) -> tuple[float, float]:
     return loss / count, below / count
 
 
-def measure(model: Any, tokenizer: Any, *, tasks: int = 180, rows: int = 64, seed: int = 0) -> TinyQuality:
+def measure(
+    model: "PreTrainedModel",
+    tokenizer: ChatTokenizer,
+    *,
+    tasks: int = 180,
+    rows: int = 64,
+    seed: int = 0,
+) -> TinyQuality:
     """Measure a float32 model on `rows` held-out conversations and `tasks` held-out tasks of each sort."""
     model.eval()
     loss, below = certainty(model, tokenizer, rows)
@@ -318,7 +349,7 @@ def off_grid(value: Tensor) -> Tensor:
     return torch.where(on_grid, torch.nextafter(value, torch.full_like(value, math.inf)), value)
 
 
-def save_tiny(model: Any, tokenizer: Any, folder: Path) -> None:
+def save_tiny(model: "PreTrainedModel", tokenizer: ChatTokenizer, folder: Path) -> None:
     """Write a target: bfloat16, but A_log and dt_bias in float32 and asserted off the bfloat16 grid."""
     state = {}
     for name, value in model.state_dict().items():
@@ -361,8 +392,8 @@ def make(plan: TinyPlan, out: Path) -> None:
     folder = out / plan.variant
     save_tiny(model, tokenizer, folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    run |= {"weights": "as saved", "bytes": size}
-    print(json.dumps(run | asdict(measure(*load_plan(folder)))), flush=True)
+    run["bytes"] = size
+    print(json.dumps(run | {"weights": "as saved"} | asdict(measure(*load_plan(folder)))), flush=True)
     hashes = {name: embedded.file_hashes(out / name) for name in ("dense", "hybrid") if (out / name).is_dir()}
     (out / "sha256.json").write_text(json.dumps(hashes, indent=2) + "\n")
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from parity.errors import ParityError
+from parity.files import write_atomically
 from parity.model.drafting.proposer import DrafterModule
 from parity.model.recipe.config import TrainingFile
 from parity.model.target import chat, openai_client
-from parity.model.training import checkpoint, distributed
+from parity.model.training import distributed
 from parity.model.training.data import Document, TurnRewriter, read_documents
 from parity.model.training.states import SharedModules, open_target
 from parity.model.training.trainer import Observer, Trainer
@@ -161,7 +162,7 @@ def _read_turns(file: Path) -> dict[str, Conversation]:
     text = file.read_text(encoding="utf-8", errors="replace")
     if not text.endswith("\n"):  # killed while writing: the next line must not continue this one
         text = text[: text.rfind("\n") + 1]
-        checkpoint.write_text(file, text)
+        write_atomically(file, text, durable=True)
     for line in text.splitlines():
         with suppress(ValueError):
             key, new = json.loads(line)

@@ -26,13 +26,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from parity.errors import ParityError
+from parity.files import WRITING, flush_to_disk, write_atomically
 from parity.model.drafting.proposer import DrafterModule, DrafterShape
 from parity.model.family import find_family
 from parity.model.recipe.config import TrainingFile, dump, parse_training_file
-from parity.model.training.exchange import flush_to_disk
 
 CHECKPOINT_SCHEMA = "parity-checkpoint/1"
-WRITING = ".writing-"
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 MODEL, OPTIMIZER, STATE, TRAINING = (
     "model.safetensors",
@@ -67,17 +66,6 @@ class CheckpointContents:
     """`CHECKPOINT_NAME.exp_avg` and the like, by parameter name, and `rng.*`."""
     state: dict[str, Any]
     """Data position, best loss, counters."""
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, never sees half of it."""
-    temporary = file.with_name(f"{file.name}{WRITING}{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
-    flush_to_disk(file.parent)
 
 
 def _sha256(file: Path) -> str:
@@ -135,7 +123,7 @@ class Checkpoints:
     ) -> Path:
         """Write a checkpoint whole, then let old ones go. Returns its folder."""
         final = self.folder / f"step-{step:08d}"
-        temporary = self.folder / f"{final.name}{WRITING}{os.getpid()}"
+        temporary = self.folder / f"{final.name}{WRITING}-{os.getpid()}"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         files = {}
@@ -160,7 +148,7 @@ class Checkpoints:
 
     def mark_best(self, step: int, loss: float) -> None:
         """Say that the checkpoint of `step` is the best so far; it is kept from now on."""
-        write_text(self.folder / "best.json", json.dumps({"step": step, "loss": loss}))
+        write_atomically(self.folder / "best.json", json.dumps({"step": step, "loss": loss}), durable=True)
         self._prune()
 
     def _prune(self) -> None:
@@ -168,7 +156,7 @@ class Checkpoints:
         kept = {*self.all()[-self.keep :], *([best[0]] if best else [])}
         for folder in self.all():
             if folder not in kept:
-                doomed = folder.with_name(f"{folder.name}{WRITING}{os.getpid()}")
+                doomed = folder.with_name(f"{folder.name}{WRITING}-{os.getpid()}")
                 os.replace(folder, doomed)
                 shutil.rmtree(doomed)
 
@@ -258,4 +246,4 @@ def cut_log(file: Path, step: int) -> None:
         with suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= step:
                 kept.append(line)
-    write_text(file, "".join(f"{line}\n" for line in kept))
+    write_atomically(file, "".join(f"{line}\n" for line in kept), durable=True)

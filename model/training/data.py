@@ -14,7 +14,6 @@ Shapes: S tokens of a packed row.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from parity.errors import ParityError
+from parity.files import write_atomically
 from parity.model.recipe.config import DataPart
 from parity.model.target import chat
 from parity.model.tiny import corpus
@@ -311,12 +311,7 @@ def _write_cache(file: Path, documents: Sequence[Document]) -> None:
         "sample_ids": np.array([each.sample_id for each in documents], dtype=np.int64),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.writing-{os.getpid()}")
-    with temporary.open("wb") as stream:
-        stream.write(save(arrays))
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
+    write_atomically(file, save(arrays), durable=True)
 
 
 def _read_cache(file: Path) -> list[Document] | None:

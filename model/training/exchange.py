@@ -5,7 +5,6 @@ or not at all.
 """
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from parity.errors import ParityError
+from parity.files import flush_to_disk
 from parity.model.drafting.proposer import DrafterModule
 from parity.model.target.load import Target
 
@@ -82,15 +82,6 @@ class ExportOptions:
     partial_rotary: bool = False
     """Write a rope that turns a share of each head, which some readers turn whole."""
     overwrite: bool = False
-
-
-def flush_to_disk(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_layout(

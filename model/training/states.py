@@ -28,8 +28,10 @@ from parity.model.drafting.session import EmbeddingAndHead
 from parity.model.recipe.check import check_layers
 from parity.model.recipe.config import Recipe, TrainingFile
 from parity.model.target.backends import Backend, isolate, parse_backend
-from parity.model.target.load import Target, TargetSpec, forward, load_target
-from parity.model.target.load import source as found_at
+from parity.model.target.forward import forward
+from parity.model.target.load import Target, load_target
+from parity.model.target.spec import TargetSpec, TraceOptions
+from parity.model.target.spec import source as found_at
 from parity.model.tiny import embedded
 from parity.model.training.data import Batch, Document
 from parity.tracing.trace import Trace
@@ -415,8 +417,8 @@ def store(
         }
         for document in documents
     ]
-    taps = list(dict.fromkeys(taps_of(recipe)))
+    options = TraceOptions(taps=tuple(dict.fromkeys(taps_of(recipe))))
     text = json.dumps([recipe.hash, [[request["id"], request["token_ids"]] for request in requests]])
     fingerprint = hashlib.sha256(text.encode()).hexdigest()
-    capture(target, requests, out, backend=backend, fingerprint=fingerprint, taps=taps)
+    capture(target, requests, out, options, backend=backend, fingerprint=fingerprint)
     return Trace.open(out)

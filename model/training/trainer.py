@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
+from parity.files import write_atomically
 from parity.model.drafting.proposer import DrafterModule
 from parity.model.family import find_family
 from parity.model.recipe.config import SchedulePart, TrainingFile, dump
@@ -371,7 +372,9 @@ class Trainer:
             p for p in (out / "checkpoints").glob("step-*") if checkpoint.CHECKPOINT_NAME.fullmatch(p.name)
         )
         if self.ranks.first:
-            checkpoint.write_text(out / checkpoint.TRAINING, dump(self.training)) if not folders else None
+            write_atomically(
+                out / checkpoint.TRAINING, dump(self.training), durable=True
+            ) if not folders else None
         if not folders:
             if self.ranks.first:
                 checkpoint.cut_log(out / "log.jsonl", 0)

@@ -1,11 +1,11 @@
 """Graft: the model runs on from another run's state. Bisection to the layers that add error by themselves.
 
-    with Grafts(target, parse("torch")) as grafts:         # side A: a loaded target, in this process
+    with LayerRunner(target, parse_backend("torch")) as grafts:      # side A: a loaded target, in this process
         found = bisect(grafts, Trace.open("reference"))    # side B: a trace of the same prompts
     found.layers                                           # (17,): every layer that adds error by itself
     found.finding("graft")
 
-A comparison says where two runs begin to differ, not where else they differ: all that follows a fault inherits it.
+A comparison finds where two runs begin to differ, not where else they differ: all that follows a fault inherits it.
 Here side B's state is put in at layer i of side A, which runs on to layer j; if its state there leaves the floor,
 a layer between adds error by itself. Halving finds the first such layer in log2(layers) steps that cost two
 forward passes together, and reads side B's states at those layers only. Then side B's state is put in
@@ -15,18 +15,19 @@ behind it, and the rest of the model is run: what still differs at the end is an
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+from parity.comparison.error import token_errors
 from parity.comparison.tolerance import Judgement, TapEvidence, coarsest, judge_tap, rules_for
 from parity.errors import NothingComparable, ParityError
 from parity.kernel.outlier_channels import channel_mean_square, pick_outliers
 from parity.kernel.sums import pair_stats
 from parity.model.target.backends import Backend, CallRecorder, prove
+from parity.model.target.forward import replace_layer_input
 from parity.model.target.load import Target
 from parity.reports.record import Finding, Value
 from parity.tracing.trace import BackendProof, RequestEntry, Trace
@@ -38,7 +39,7 @@ MOST_FAULTS = 8
 
 
 class _Reached(Exception):
-    """The last layer that was asked for has run: what comes behind it is not needed."""
+    """The last layer that is needed has run."""
 
 
 class LayerRunner:
@@ -67,9 +68,14 @@ class LayerRunner:
         return prove(self.backend, self._calls.proofs(), [i for i in self.target.linear if i in self._ran])
 
     def run(self, token_ids: Sequence[int], state: Tensor, start: int, stop: int) -> Tensor:
-        """The output [tokens, width] of layer `stop - 1`, from the `state` [tokens, width] that enters layer `start`.
+        """Run layers `start` to `stop - 1` of one request. Positions and masks are those of the whole request.
 
-        Positions and masks are those of the whole request; the layers before `start` are passed through.
+        Args:
+            token_ids: of the request.
+            state: [tokens, width] what enters layer `start`.
+
+        Returns:
+            [tokens, width] the output of layer `stop - 1`, on CPU.
         """
         layers, reached = self.target.layers, list[Tensor]()
         if not 0 <= start < stop <= len(layers) or state.shape[0] != len(token_ids):
@@ -77,25 +83,22 @@ class LayerRunner:
                 f"layers {start} to {stop} of {len(layers)}, {len(token_ids)} tokens, {state.shape}"
             )
 
-        def put_in(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = args[0] if args else kwargs["hidden_states"]
-            fed = state.to(given.device, given.dtype)[None].contiguous()
-            return ((fed, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": fed})
-
-        def take_out(_: Any, __: Any, output: Any) -> None:
+        def take_out(_: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
             reached.append((output[0] if isinstance(output, tuple) else output)[0].detach())
             raise _Reached
 
-        device = next(self.target.embed.parameters()).device
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
+            # Layers before `start` return their input, `start` gets the state, and the run ends behind `stop - 1`.
             for index in range(start):
                 stack.callback(layers[index].__dict__.pop, "forward", None)
                 layers[index].__dict__["forward"] = _passing(self._tuples[index])
-            stack.callback(layers[start].register_forward_pre_hook(put_in, with_kwargs=True).remove)
+            stack.callback(replace_layer_input(layers[start], state).remove)
             stack.callback(layers[stop - 1].register_forward_hook(take_out).remove)
             try:
-                self.target.model(input_ids=torch.tensor([list(token_ids)], device=device), use_cache=False)
+                self.target.model(
+                    input_ids=torch.tensor([list(token_ids)], device=self.target.device), use_cache=False
+                )
             except _Reached:
                 pass
         self._ran.update(range(start, stop))
@@ -110,15 +113,16 @@ class LayerRunner:
                     lambda _, __, out, index=index: kinds.update({index: isinstance(out, tuple)})
                 )
                 stack.callback(hook.remove)
-            device = next(self.target.embed.parameters()).device
-            self.target.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
+            self.target.model(
+                input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.target.device), use_cache=False
+            )
         return [kinds[index] for index in range(len(self.target.layers))]
 
 
-def _passing(as_tuple: bool) -> Callable[..., Any]:
+def _passing(as_tuple: bool) -> Callable[..., Tensor | tuple[Tensor]]:
     """A layer's forward that returns its input."""
 
-    def forward(hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+    def forward(hidden_states: Tensor, *_: object, **__: object) -> Tensor | tuple[Tensor]:
         return (hidden_states,) if as_tuple else hidden_states
 
     return forward
@@ -166,6 +170,7 @@ class Bisection:
             ("whole model's limit", self.steps[0].judgement.limit.rms),
             *((f"behind layer {step.start - 1}", step.judgement.rms) for step in self.rest),
         )
+        # No evidence, or no fault.
         if not self.proof.valid:
             return Finding(
                 name=name,
@@ -182,6 +187,7 @@ class Bisection:
                 evidence=evidence,
                 sentence="fed the other side's first state, the whole model stays within the floor",
             )
+        # Layers by themselves, ranges together, ranges with no state in between; and whether that is all.
         named = ", ".join(str(layer) for layer in self.layers)
         parts = (
             [f"error is added by {'layers' if len(self.layers) > 1 else 'layer'} {named}"] if named else []
@@ -213,16 +219,23 @@ class Bisection:
 
 
 def bisect(grafts: LayerRunner, reference: Trace, *, requests: Sequence[str] | None = None) -> Bisection:
-    """Find the layers of side A (`grafts`) that add error, measured against the states of side B (`reference`).
+    """Find the layers that add error by themselves.
 
-    Of `requests` (all by default) the first are run, up to MOST_ROWS tokens. Raises ParityError where the reference
-    holds no state between two layers, or not the target's, NothingComparable without tokens.
+    Args:
+        grafts: side A.
+        reference: states of side B.
+        requests: ids of the requests to run, all by default; of these the first, up to MOST_ROWS tokens.
+
+    Raises:
+        ParityError: where the reference holds no state between two layers, or states of another target.
+        NothingComparable: where there is no token.
     """
     search = _Search(grafts, reference, _chosen(reference, requests))
     ends = search.points
     found, rest = list[int](), list[GraftStep]()
     spread, unseen = list[tuple[int, int]](), list[tuple[int, int]]()
     place, whole = 0, search.step(ends[0], ends[-1])
+    # Side B's state is put in behind each layer or range found, until the rest of the model passes.
     while whole.fails and len(rest) < MOST_FAULTS:
         first, last = search.first(place)
         if ends[last] - ends[first] == 1:
@@ -298,9 +311,7 @@ class _Search:
                     outliers=pick_outliers(channel_mean_square(theirs)),
                     implementation="torch",
                 )
-                error = np.maximum(stats.relative_l2(), stats.relative_l2(robust=True))
-                bad = stats.field("bad_a") + stats.field("bad_b") > 0
-                errors.append(np.where(bad, np.inf, error))
+                errors.append(token_errors(stats, robust=True, strict=True))
                 gaps.append(stats.cosine_gap())
             evidence = TapEvidence(error=np.concatenate(errors), cosine_gap=np.concatenate(gaps))
             rules = rules_for(tap, coarsest(info.dtype, *dtypes), stop - start)

@@ -1,36 +1,18 @@
-"""Prompts from a file, and completions from a server: what a capture is asked to compute.
+"""Prompts from a file, and completions from a server: the input of a capture.
 
 A prompt file is text (one prompt a line) or JSON lines with one of `prompt`, `messages` (chat) or
-`token_ids`, and optionally `id` and `completion`. `complete` asks an OpenAI-compatible server, as vLLM,
-SGLang and `transformers serve` offer, to go on, so that a trace covers what is served.
+`token_ids`, and optionally `id` and `completion`. `complete` has an OpenAI-compatible server, as vLLM,
+SGLang and `transformers serve` offer, continue them, so that a trace covers what is served.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from parity.errors import ParityError
 from parity.model.target.openai_client import address, post_request
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
-    """One request before tokenisation. Exactly one of `text`, `messages`, `token_ids` is set."""
-
-    id: str
-    text: str | None = None
-    messages: tuple[dict[str, Any], ...] | None = None
-    token_ids: tuple[int, ...] | None = None
-    completion: str | None = None
-    """Text that follows the prompt, to be tokenised here."""
-    completion_ids: tuple[int, ...] | None = None
-    """The server's own ids of the completion, where it gave them."""
-    prompt_ids: tuple[int, ...] | None = None
-    """The server's own ids of the prompt, where it gave them."""
-    thinking: bool | None = None
-    """`enable_thinking` for the chat template; None leaves the template's default."""
-    notes: tuple[str, ...] = ()
+from parity.model.target.spec import Prompt as Prompt
 
 
 def read_prompts(file: Path) -> list[Prompt]:
@@ -58,6 +40,7 @@ def read_prompts(file: Path) -> list[Prompt]:
 
 
 def _from_json(file: Path, number: int, line: str) -> Prompt:
+    """The prompt in one line of JSON. Raises ParityError for anything else."""
     where = f"prompts from {file}, line {number}"
     try:
         data = json.loads(line)
@@ -70,6 +53,7 @@ def _from_json(file: Path, number: int, line: str) -> Prompt:
     for name, kind in (("completion", str), ("enable_thinking", bool)):
         if not isinstance(data.get(name), kind | None):
             raise ParityError(where, f"{name} = {data[name]!r}", f"give a {kind.__name__}, or leave it out")
+    # The one key that holds the prompt, and its value in the form that the key demands.
     key, value = given[0], data[given[0]]
     base = Prompt(
         id=str(data.get("id", f"line-{number}")),
@@ -102,8 +86,18 @@ def _from_json(file: Path, number: int, line: str) -> Prompt:
 def complete(prompt: Prompt, url: str, model: str, max_tokens: int, timeout: float = 600.0) -> Prompt:
     """The prompt with a server's completion at temperature 0: ids where the server gives them, else text.
 
-    Chat messages go to `/v1/chat/completions`, a plain prompt or ids to `/v1/completions`. A content
-    that begins with the prompt is cut, and the cut noted. Raises ParityError where the server cannot answer.
+    Args:
+        prompt: chat messages go to `/v1/chat/completions`, a plain prompt or ids to `/v1/completions`.
+        url: address of an OpenAI-compatible server, with or without /v1.
+        model: the model's name there.
+        max_tokens: how many tokens the server may add.
+        timeout: seconds.
+
+    Returns:
+        The prompt with completion and notes. A content that begins with the prompt is cut, and the cut noted.
+
+    Raises:
+        ParityError: where the server cannot answer.
     """
     body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0, "stream": False}
     if prompt.messages is not None:
@@ -116,6 +110,7 @@ def complete(prompt: Prompt, url: str, model: str, max_tokens: int, timeout: flo
             prompt.text if prompt.text is not None else list(prompt.token_ids or ()),
         )
     answer, notes = post_request(address(url, path), body, timeout)
+    # Servers differ in where the ids of the prompt are: beside the choices, or in each.
     try:
         choice = answer["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
@@ -131,6 +126,7 @@ def complete(prompt: Prompt, url: str, model: str, max_tokens: int, timeout: flo
             f"an answer without one ({error})",
             "give the address of an OpenAI-compatible server",
         ) from error
+    # Some servers repeat the prompt before the completion; their ids are dropped with it.
     echoed = prompt.text if prompt.text is not None else _last_user(prompt)
     if echoed and text.startswith(echoed):
         text, notes = (

@@ -50,6 +50,7 @@ def capture(
     threads: Annotated[int, typer.Option(help="Threads of the worker.", min=1)] = 1,
 ) -> None:
     """Capture one trace: every tap of every request, with proof of who computed it. Resumable."""
+    # Imported here: `parity --help` has to start without torch.
     from parity.capturing.client import WorkerCrash, capture_to
 
     try:

@@ -41,7 +41,7 @@ def machine() -> "Report":
     """This machine as a report of kind `env`: what `--diff` reads on another one."""
     from parity.environment import environment
     from parity.model.target import backends
-    from parity.reports.record import Column, Report, Table
+    from parity.reports.record import Report, Table, declare_columns
 
     missing = {name: backends.missing(backends.parse_backend(name)) for name in backends.SHORTHANDS}
     return Report(
@@ -55,11 +55,7 @@ def machine() -> "Report":
             Table(
                 name="backends",
                 title="Backends",
-                columns=(
-                    Column(key="backend", title="backend"),
-                    Column(key="runs", title="runs here", kind="flag"),
-                    Column(key="because", title="because"),
-                ),
+                columns=declare_columns("backend | runs:flag runs here | because"),
                 rows=tuple((name, why is None, why) for name, why in missing.items()),
             ),
         ),

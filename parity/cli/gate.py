@@ -1,6 +1,5 @@
 """`parity gate REPORT`: what a merge or a run may be stopped by, with files for CI services."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +7,7 @@ from typing import Annotated
 import typer
 
 from parity.errors import ParityError
+from parity.files import write_atomically
 
 
 def gate(
@@ -58,9 +58,7 @@ def _write(path: Path, text: str, *, append: bool = False) -> None:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(text)
         else:
-            temporary = path.with_name(path.name + ".writing")
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
+            write_atomically(path, text)
     except OSError as error:
         raise ParityError(
             f"write {path}", error.strerror or str(error), "name a file that can be written"

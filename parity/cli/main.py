@@ -8,7 +8,7 @@ Nothing heavy is imported here: `--help`, `probes` and `show` answer in a fracti
 import os
 import sys
 import traceback
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """Run one command; the exit code is returned, never raised."""
     try:
-        result: Any = app(args=arguments, prog_name="parity", standalone_mode=False)
+        result: object = app(args=arguments, prog_name="parity", standalone_mode=False)
         if result == INTERRUPTED:  # a command that was asked to stop, and did what it had to do first
             print(GO_ON, file=sys.stderr)
     except typer.Exit as stop:

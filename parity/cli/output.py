@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from parity.errors import ExitCode, ParityError
+from parity.files import write_atomically
 from parity.reports.record import Report
 
 REPORTS = ("report.json", "report.html", "report.md")
@@ -52,9 +53,7 @@ def save_report(report: Report, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, paint in zip(REPORTS, (to_json.paint, to_html.paint, to_markdown.paint), strict=True):
-        temporary = folder / (name + ".writing")
-        temporary.write_text(paint(report), encoding="utf-8")
-        os.replace(temporary, folder / name)
+        write_atomically(folder / name, paint(report))
 
 
 @contextmanager

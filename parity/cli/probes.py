@@ -17,7 +17,6 @@ def probes(
     import textwrap
 
     from parity.diagnosis.records import MEANING
-    from parity.probes.deviations import DEVIATIONS
     from parity.probes.table import TABLE
 
     if matrix:
@@ -33,10 +32,9 @@ def probes(
     for entry in TABLE:
         typer.echo(f"{entry.name} ({'asks a trainer' if entry.asks == 'trainer' else 'reads traces'})")
         show(f"guards: {entry.guards}")
-        show(f"needs: {entry.needs}")
-        named = ", ".join(row.name for row in DEVIATIONS if row.probe == entry.name)
-        if named:
-            show(f"names: {named}", names=True)
+        show(f"needs: {entry.needs_text}")
+        kinds = ("and kinds of difference, below",) if entry.names_kinds else ()
+        show(f"names: {', '.join((*entry.faults, *kinds))}", names=True)
     typer.echo("kinds of difference between two traces (named by `parity compare` and by")
     typer.echo("  the probes that compare; `A or B` where only `--live` can decide)")
     for kind, meaning in MEANING.items():

@@ -1,16 +1,17 @@
 """Two paths compared: what is there is opened (traces, sketches, dumps of other tools), compared, and reported.
 
     comparison = compare("out/a", "hidden_states/")              # parity.compare
-    comparison, pair = compared("out/a", "hidden_states/")       # and how each side was read
-    report = reported(comparison, pair, "parity compare ...")    # what the command prints
+    comparison, pair = compare_sides("out/a", "hidden_states/", CompareOptions())    # and how each side was read
+    report = report_sides(comparison, pair, "parity compare ...")                    # what the command prints
 
 The command, the function and the pytest assertion all come through here, so they accept the same things.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
+from typing import TypedDict, Unpack, get_args
 
 from parity.comparison.records import Comparison
 from parity.comparison.sketch import open_trace
@@ -21,7 +22,7 @@ from parity.diagnosis.report import comparison_report
 from parity.dumps.mapping import Mapping, RowAlignment
 from parity.dumps.pair import ComparablePair, open_pair
 from parity.dumps.report import source_problems, with_sources
-from parity.errors import NothingComparable
+from parity.errors import NothingComparable, ParityError
 from parity.gating import environment
 from parity.model.training.distributed import Ranks
 from parity.reports.record import Finding, Report, Table
@@ -31,83 +32,116 @@ Source = str | Path | Trace
 """A trace or a sketch (a folder, or opened), or another tool's dump (a file or a folder)."""
 
 
-def compare(
-    a: Source,
-    b: Source,
-    *,
-    golden: Source | None = None,
-    floor: str | Path | Floor | None = None,
-    policy: str | Path | Policy | None = None,
-    taps: Sequence[str] | None = None,
-    mapping: str | Path | Mapping | None = None,
-    align: RowAlignment | None = None,
-    progress: ComparisonProgress | None = None,
-    threads: int = 1,
-    ranks: Ranks | None = None,
-    work: Path | None = None,
-) -> Comparison:
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """How two sides are compared; checked when it is made."""
+
+    golden: Source | None = None
+    """A float64 trace of the same prompts, which judges both sides."""
+    floor: str | Path | Floor | None = None
+    """Measured benign differences: a file, a record, or the folder of a trace from which they are measured (a rerun
+    of side b, or the same in another batch or order of sums)."""
+    policy: str | Path | Policy | None = None
+    """Limits per tap: a YAML or JSON file, or a record."""
+    taps: Sequence[str] | None = None
+    """Names or globs of taps; all by default."""
+    mapping: str | Path | Mapping | None = None
+    """What a dump does not say (layers, axes, files): a YAML file, or a record."""
+    align: RowAlignment | None = None
+    """`order` pairs rows where a dump holds no token ids; `tokens` refuses to."""
+    progress: ComparisonProgress | None = None
+    """Called with tokens done, tokens in all, and the request that was read last."""
+    threads: int = 1
+    """Threads that read large tensors; they change no bit."""
+    ranks: Ranks | None = None
+    """Processes that share the work (`parity.model.training.distributed.join`); each gets the whole result."""
+    work: Path | None = None
+    """A folder for finished units, so that an interrupted comparison goes on where it stopped."""
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ParityError("a comparison", f"{self.threads} threads", "give 1 or more")
+        if self.align not in (None, *get_args(RowAlignment)):
+            raise ParityError("a comparison", f"align={self.align!r}", "give 'tokens' or 'order'")
+
+
+class CompareKeywords(TypedDict, total=False):
+    """The fields of `CompareOptions` as keyword arguments, for type checkers."""
+
+    golden: Source | None
+    floor: str | Path | Floor | None
+    policy: str | Path | Policy | None
+    taps: Sequence[str] | None
+    mapping: str | Path | Mapping | None
+    align: RowAlignment | None
+    progress: ComparisonProgress | None
+    threads: int
+    ranks: Ranks | None
+    work: Path | None
+
+
+def compare(a: Source, b: Source, **options: Unpack[CompareKeywords]) -> Comparison:
     """Compare candidate `a` with reference `b`, each a trace or a dump of another tool, as `parity compare` does.
 
-    `mapping` (a file, or read) says what a dump does not: layers, axes, files; `align="order"` pairs rows where a dump
-    holds no token ids. A `floor` that is a trace's folder is measured (`measure_floor`): a rerun of side b, or the
-    same in another batch or order of sums. The rest is as in `compare_traces`. What a dump's slices were taken for and
-    are not stands in `source_problems` and fails. Raises ParityError for what cannot be read, NothingComparable where
-    the sides share nothing or a dump without token ids would have to be paired by its order unasked.
+    What a dump's slices were taken for and are not is listed in `source_problems`, and fails.
+
+    Args:
+        a: The candidate: a path, or an opened trace.
+        b: The reference.
+        options: Any of these keywords, which are the fields of `CompareOptions`:
+            golden: A float64 trace of the same prompts, which judges both sides.
+            floor: Measured benign differences: a JSON file, a `Floor`, or a trace's folder to measure them from.
+            policy: Limits per tap: a YAML or JSON file, or a `Policy`.
+            taps: Names or globs of taps; all by default.
+            mapping: What a dump does not say (layers, axes, files): a YAML file, or a `Mapping`.
+            align: `"order"` pairs rows where a dump holds no token ids.
+            progress: Called with tokens done, tokens in all, and the request that was read last.
+            threads: Threads that read large tensors, 1 by default.
+            ranks: Processes that share the work.
+            work: A folder for finished units, so that an interrupted comparison goes on.
+
+    Raises:
+        ParityError: What cannot be read.
+        NothingComparable: The sides share nothing, or a dump without token ids would have to be paired by its order
+            without `align`.
     """
-    comparison, pair = compare_sides(
-        a,
-        b,
-        golden=golden,
-        floor=floor,
-        policy=policy,
-        taps=taps,
-        mapping=mapping,
-        align=align,
-        progress=progress,
-        threads=threads,
-        ranks=ranks,
-        work=work,
-    )
+    comparison, pair = compare_sides(a, b, CompareOptions(**options))
     return replace(comparison, source_problems=source_problems(pair))
 
 
-def compare_sides(
-    a: Source,
-    b: Source,
-    *,
-    golden: Source | None = None,
-    floor: str | Path | Floor | None = None,
-    policy: str | Path | Policy | None = None,
-    taps: Sequence[str] | None = None,
-    mapping: str | Path | Mapping | None = None,
-    align: RowAlignment | None = None,
-    progress: ComparisonProgress | None = None,
-    threads: int = 1,
-    ranks: Ranks | None = None,
-    work: Path | None = None,
-) -> tuple[Comparison, ComparablePair]:
-    """The comparison of `compare`, without what reading found, and the pair that tells it; see `report_sides`."""
-    said = Mapping.load(Path(mapping)) if isinstance(mapping, str | Path) else mapping
-    pair = open_pair(_as_path_or_trace(a), _as_path_or_trace(b), said, align=align)
+def compare_sides(a: Source, b: Source, options: CompareOptions) -> tuple[Comparison, ComparablePair]:
+    """The comparison of `compare`, and the pair as it was read; `report_sides` reports both.
+
+    Raises ParityError and NothingComparable as `compare` does.
+    """
+    mapping, golden, floor = options.mapping, options.golden, options.floor
+    policy, taps = options.policy, options.taps
+    # What each side is comes first: a dump says which taps it holds.
+    pair = open_pair(
+        _as_path_or_trace(a),
+        _as_path_or_trace(b),
+        Mapping.load(Path(mapping)) if isinstance(mapping, str | Path) else mapping,
+        align=options.align,
+    )
     if taps is None and pair.taps is not None:
         taps = [escape(tap) for tap in pair.taps]
-    reference = pair.b.trace
+    # Then what judges them, which may be files, or a trace to measure a floor from.
     if isinstance(floor, str | Path):
         given = Path(floor)
         floor = (
-            measure_floor(open_trace(given), reference, taps=taps) if given.is_dir() else Floor.load(given)
+            measure_floor(open_trace(given), pair.b.trace, taps=taps) if given.is_dir() else Floor.load(given)
         )
     comparison = compare_traces(
         pair.a.trace,
-        reference,
-        golden=golden if golden is None or isinstance(golden, Trace) else open_trace(Path(golden)),
+        pair.b.trace,
+        golden=open_trace(Path(golden)) if isinstance(golden, str | Path) else golden,
         floor=floor,
         policy=Policy.load(Path(policy)) if isinstance(policy, str | Path) else policy,
-        progress=progress,
+        progress=options.progress,
         taps=taps,
-        threads=threads,
-        ranks=ranks,
-        work=work,
+        threads=options.threads,
+        ranks=options.ranks,
+        work=options.work,
     )
     return comparison, pair
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from parity.errors import ParityError
+from parity.files import write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +119,7 @@ def wiring_of(training: "TrainingFile") -> "TargetLayers":
 
 def _target_config(training: "TrainingFile") -> tuple[Any, tuple[str, ...]]:
     """(the target's text configuration, its architectures)."""
-    from parity.model.target.load import source
+    from parity.model.target.spec import source
     from parity.model.training import states
 
     target = training.recipe.target
@@ -213,7 +214,7 @@ def import_(
     from parity.model.family import find_family
     from parity.model.recipe.config import dump, load_training_file
     from parity.model.recipe.presets import preset
-    from parity.model.training.checkpoint import TRAINING, Checkpoints, write_text
+    from parity.model.training.checkpoint import TRAINING, Checkpoints
 
     folder, run = Path(out), Path(checkpoint)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -242,7 +243,7 @@ def import_(
     store = Checkpoints(folder)
     try:
         _write_maps(folder, drafter)
-        write_text(folder / TRAINING, dump(training))
+        write_atomically(folder / TRAINING, dump(training), durable=True)
         store.save(
             training,
             drafter.config,

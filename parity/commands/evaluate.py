@@ -11,7 +11,7 @@ computed the linear layers is counted, as in a capture.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from parity.capturing.prompts import read_prompts
 from parity.environment import environment
 from parity.errors import ParityError
-from parity.reports.record import Chart, Column, Finding, Outcome, Report, Table, Value
+from parity.reports.record import Chart, Finding, Outcome, Report, Table, Value, declare_columns
 
 if TYPE_CHECKING:
     from parity.model.drafting.decode import DecodeConfig, DecodeResult
@@ -131,8 +131,7 @@ def _rows(training: "TrainingFile", tokenizer: Any, prompts: Path | None, most: 
     model = training.recipe.target.model
     # The stand-in speaks the embedded targets' vocabulary and has their tokenizer, but no folder of its own.
     name = "embedded:hybrid" if model.startswith("synthetic:") else model
-    given = [asdict(prompt) for prompt in read_prompts(prompts)[:most]]
-    made = entries(name, training.recipe.target.revision, given, None)
+    made = entries(name, training.recipe.target.revision, read_prompts(prompts)[:most], None)
     return [_Row(name=each.id, ids=each.token_ids[: each.prompt_tokens]) for each in made]
 
 
@@ -352,11 +351,9 @@ def _slots(measured: _Measured) -> Table:
     return Table(
         name="eval.slots",
         title="Acceptance by slot",
-        columns=(
-            Column(key="slot", title="slot", kind="int"),
-            Column(key="drafted", title="drafted", unit="cycles", kind="int"),
-            Column(key="accepted", title="accepted", unit="share", kind="float"),
-            Column(key="given", title="given those before", unit="share", kind="float"),
+        columns=declare_columns(
+            "slot:int | drafted:int (cycles) | accepted:float (share) | "
+            "given:float given those before (share)"
         ),
         rows=tuple(rows),
         caption="accepted: this slot and all before it; given those before: among cycles that came so far",
@@ -383,14 +380,8 @@ def _prompts(measured: _Measured) -> Table:
     return Table(
         name="eval.prompts",
         title="Prompts",
-        columns=(
-            Column(key="prompt", title="prompt"),
-            Column(key="length", title="tokens", kind="int"),
-            Column(key="written", title="written", kind="int"),
-            Column(key="cycles", title="cycles", kind="int"),
-            Column(key="tau", title="tau", kind="float"),
-            Column(key="offline", title="offline", kind="float"),
-            Column(key="greedy", title="greedy", kind="flag"),
+        columns=declare_columns(
+            "prompt | length:int tokens | written:int | cycles:int | tau:float | offline:float | greedy:flag"
         ),
         rows=tuple(rows),
         caption="greedy: whether the text is the target's own, token for token",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from parity.environment import environment
 from parity.errors import ParityError
-from parity.reports.record import Chart, Column, Finding, Report, Table, Value
+from parity.reports.record import Chart, Finding, Report, Table, Value, collect_rows, declare_columns
 
 if TYPE_CHECKING:
     from parity.model.recipe.config import TrainingFile
@@ -224,20 +224,16 @@ def _validation(checks: Sequence[Mapping[str, Any]]) -> Finding:
 
 def _validations(checks: Sequence[Mapping[str, Any]]) -> Table:
     measured = any("tau" in check for check in checks)
+    columns = declare_columns(
+        "step:int | loss:float | accuracy:float (share of slots) | accepted:float (tokens a block)"
+        + (" | tau:float" if measured else "")
+    )
+    computed = {"tau": lambda check: check.get("tau")} if measured else {}
     return Table(
         name="train.validation",
         title="Validation",
-        columns=(
-            Column(key="step", title="step", kind="int"),
-            Column(key="loss", title="loss", kind="float"),
-            Column(key="accuracy", title="accuracy", unit="share of slots", kind="float"),
-            Column(key="accepted", title="accepted", unit="tokens a block", kind="float"),
-            *([Column(key="tau", title="tau", kind="float")] if measured else []),
-        ),
-        rows=tuple(
-            (c["step"], c["loss"], c["accuracy"], c["accepted"], *([c.get("tau")] if measured else []))
-            for c in checks
-        ),
+        columns=columns,
+        rows=collect_rows(columns, checks, **computed),
         caption="accepted: in training's own blocks, a label of the recipe counting as right"
         + ("; tau: against the target's own text" if measured else ""),
         chart=Chart(kind="timeline", x="step", y="loss", caption="validation loss"),
@@ -247,16 +243,15 @@ def _validations(checks: Sequence[Mapping[str, Any]]) -> Table:
 def _losses(steps: Sequence[Mapping[str, Any]]) -> Table:
     every = -(-len(steps) // MOST_POINTS) or 1
     kept = [line for number, line in enumerate(steps, 1) if number % every == 0 or number == len(steps)]
-    keys = ("step", "loss", "accuracy", "gradient_norm", "lr", "tokens_per_second")
-    titles = ("step", "loss", "accuracy", "gradient norm", "learning rate", "tokens/s")
+    columns = declare_columns(
+        "step:int | loss:float | accuracy:float | gradient_norm:float gradient norm | "
+        "lr:float learning rate | tokens_per_second:float tokens/s"
+    )
     return Table(
         name="train.steps",
         title="Steps",
-        columns=tuple(
-            Column(key=key, title=title, kind="int" if key == "step" else "float")
-            for key, title in zip(keys, titles, strict=True)
-        ),
-        rows=tuple(tuple(line[key] for key in keys) for line in kept),
+        columns=columns,
+        rows=collect_rows(columns, kept),
         chart=Chart(kind="timeline", x="step", y="loss", caption="training loss"),
         detail=True,
     )

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from parity.errors import NothingComparable, ParityError
+from parity.reports.words import shorten_list
 from parity.tracing.trace import NOT_STATED, Manifest, RequestEntry, Trace
 
 UnpairedKind = Literal["request", "tap", "tokens", "width", "dtype"]
@@ -246,6 +247,5 @@ def identity_differences(a: Manifest, b: Manifest) -> tuple[str, ...]:
 
 
 def _few(names: Sequence[str], limit: int = 6) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (", ".join(names[:limit]) or "none") + more
+    """The first names, and how many more there are; `none` where there is none."""
+    return shorten_list(names, limit) or "none"

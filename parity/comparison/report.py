@@ -7,12 +7,20 @@ Findings `NAME.structure`, `.proof`, `.identity`, `.gate` and `.controls` each a
 name of the fault, and makes the whole a report.
 """
 
-from collections.abc import Sequence
-
 from parity.comparison.records import Comparison, TapResult, TokenPlace
-from parity.reports.record import Chart, Column, Finding, Outcome, Suspicion, Table, Value, Verdict
+from parity.reports.record import (
+    Chart,
+    Finding,
+    Outcome,
+    Suspicion,
+    Table,
+    Value,
+    Verdict,
+    collect_rows,
+    declare_columns,
+)
+from parity.reports.words import count_words, shorten_list
 
-LISTED_NAMES = 4
 """Names spelled out in a sentence; the table has the rest."""
 COARSE_DTYPE_NOTE = (
     "a comparison in {} never rules out a semantic fault by itself: one smaller than rounding hides in it"
@@ -56,7 +64,7 @@ def comparison_suspicions(comparison: Comparison, *, name: str = "compare") -> t
             verdict="found" if parted else "ruled out",
             because=f"{parted[0].name}: {parted[0].detail}"
             if parted
-            else f"the ids of all {_count_noun(comparison.tokens, 'token')} agree",
+            else f"the ids of all {count_words(comparison.tokens, 'token')} agree",
             findings=(f"{name}.structure",),
         ),
         Suspicion(
@@ -97,21 +105,9 @@ def times_limit(tap: TapResult) -> float:
     )
 
 
-def _shorten(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:LISTED_NAMES]) + (
-        f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
-    )
-
-
 def _at(place: TokenPlace) -> str:
     """A token in words."""
     return f"token {place.token} ({place.text!r}) of request {place.request}"
-
-
-def _count_noun(number: int, noun: str) -> str:
-    """A number with its noun."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _structure(c: Comparison, name: str) -> Finding:
@@ -127,8 +123,8 @@ def _structure(c: Comparison, name: str) -> Finding:
             name=f"{name}.structure",
             outcome="pass",
             evidence=evidence,
-            sentence=f"both sides hold the same {_count_noun(len(c.taps), 'tap')} of the same "
-            f"{_count_noun(c.tokens, 'token')}",
+            sentence=f"both sides hold the same {count_words(len(c.taps), 'tap')} of the same "
+            f"{count_words(c.tokens, 'token')}",
         )
     first = c.unpaired[0]
     side = "both sides" if first.side == "both" else f"side {first.side}"
@@ -137,7 +133,7 @@ def _structure(c: Comparison, name: str) -> Finding:
         outcome="fail",
         evidence=evidence,
         tables=(f"{name}.unpaired",),
-        sentence=f"without an equal partner: {_count_noun(len(c.unpaired), 'item')}, first "
+        sentence=f"without an equal partner: {count_words(len(c.unpaired), 'item')}, first "
         f"{first.kind} {first.name} ({side}): {first.detail}",
         next_step="capture both sides with the same prompts, taps and dtype, or choose --taps",
     )
@@ -149,7 +145,7 @@ def _sources(c: Comparison, name: str) -> Finding:
     return Finding(
         name=f"{name}.sources",
         outcome="fail",
-        sentence=c.source_problems[0] + (f"; and {_count_noun(more, 'more problem')}" if more else ""),
+        sentence=c.source_problems[0] + (f"; and {count_words(more, 'more problem')}" if more else ""),
         evidence=tuple((f"problem {i}", text) for i, text in enumerate(c.source_problems)),
         next_step="correct what the mapping or the dump's tool says of its slices; `parity compare` shows each",
     )
@@ -236,11 +232,11 @@ def _within(c: Comparison, nearest: TapResult) -> tuple[str, str]:
     """Sentence and next step of a gate that passes."""
     passing = sum(tap.outcome == "pass" for tap in c.taps)
     skipped = [tap.tap for tap in c.taps if tap.outcome == "skipped"]
-    left_out = f"; not judged, because no broken copy changes it: {_shorten(skipped)}" if skipped else ""
+    left_out = f"; not judged, because no broken copy changes it: {shorten_list(skipped)}" if skipped else ""
     blind = f"; {COARSE_DTYPE_NOTE.format(_coarse(c))}" if c.gate == "kernel" else ""
     every = "" if skipped else "all "
     return (
-        f"{c.gate} gate: {every}{_count_noun(passing, 'tap')} within the limits; the nearest, {nearest.tap}, "
+        f"{c.gate} gate: {every}{count_words(passing, 'tap')} within the limits; the nearest, {nearest.tap}, "
         f"is at {times_limit(nearest):.2g} of its limit, judged by {nearest.judgement.judged_by}"
         f"{left_out}{blind}",
         "",
@@ -255,7 +251,7 @@ def _outside(c: Comparison, _: TapResult) -> tuple[str, str]:
     token = f", from {_at(place)} on" if place is not None and not first.faults else ""
     why = "; ".join(first.faults) or f"{first.judgement.because}, judged by {first.judgement.judged_by}"
     return (
-        f"{c.gate} gate: {len(failing)} of {_count_noun(len(c.taps), 'tap')} outside, first {where}{token}: {why}",
+        f"{c.gate} gate: {len(failing)} of {count_words(len(c.taps), 'tap')} outside, first {where}{token}: {why}",
         f"look at {first.tap} first: capture its layer with the other side's input "
         "(--local-from), and in float32 if this was 16 bits",
     )
@@ -265,7 +261,7 @@ def _powerless(c: Comparison, _: TapResult) -> tuple[str, str]:
     """Sentence and next step of a gate that passes what is broken."""
     taps = [tap.tap for tap in c.taps if tap.outcome == "error"]
     return (
-        f"{c.gate} gate: no power at {_shorten(taps)}: a broken copy passed",
+        f"{c.gate} gate: no power at {shorten_list(taps)}: a broken copy passed",
         "tighten the policy or the floor until the broken copies fail",
     )
 
@@ -295,7 +291,7 @@ def _controls(c: Comparison, name: str) -> Finding:
             outcome="error",
             evidence=evidence,
             tables=(f"{name}.layers",),
-            sentence=f"broken copies of side b passed: no power at {_shorten(passed)}",
+            sentence=f"broken copies of side b passed: no power at {shorten_list(passed)}",
             next_step="tighten the policy or the floor for these taps",
         )
     if not refused:
@@ -307,7 +303,9 @@ def _controls(c: Comparison, name: str) -> Finding:
             next_step="compare more than one token and channel",
         )
     note = (
-        f"; {len(left_out)} left out because they change nothing ({_shorten(left_out)})" if left_out else ""
+        f"; {len(left_out)} left out because they change nothing ({shorten_list(left_out)})"
+        if left_out
+        else ""
     )
     return Finding(
         name=f"{name}.controls",
@@ -317,67 +315,39 @@ def _controls(c: Comparison, name: str) -> Finding:
     )
 
 
-def _number_columns(*names: tuple[str, str]) -> tuple[Column, ...]:
-    """Columns of floats."""
-    return tuple(Column(key=key, title=title, kind="float") for key, title in names)
-
-
 def _layers(c: Comparison, name: str) -> Table:
     """One row a tap."""
-    columns = (
-        Column(key="tap", title="tap"),
-        Column(key="layer_type", title="layer type"),
-        *_number_columns(
-            ("cosine_mean", "cos mean"),
-            ("cosine_min", "cos min"),
-            ("cosine_p01", "cos p01"),
-            ("relative_l2", "rel L2"),
-            ("robust_relative_l2", "robust rel L2"),
-            ("error_rms", "token rms"),
-            ("error_max", "worst token"),
-            ("max_abs", "max abs"),
-            ("mean_abs", "mean abs"),
-            ("mean_a", "mean a"),
-            ("mean_b", "mean b"),
-            ("std_a", "std a"),
-            ("std_b", "std b"),
-        ),
-        Column(key="nonfinite", title="non-finite", unit="elements", kind="int"),
-        Column(key="zero_rows", title="zero rows", unit="on one side", kind="int"),
-        Column(key="outliers", title="massive channels", kind="int"),
-        Column(key="judged_by", title="judged by"),
-        Column(key="times_floor", title="x floor", unit="times the floor", kind="float"),
-        Column(key="times_limit", title="of limit", unit="1 is the limit", kind="float"),
-        Column(key="outcome", title="outcome", kind="outcome"),
+    columns = declare_columns(
+        "tap | layer_type layer type | cosine_mean:float cos mean | cosine_min:float cos min | "
+        "cosine_p01:float cos p01 | relative_l2:float rel L2 | "
+        "robust_relative_l2:float robust rel L2 | error_rms:float token rms | "
+        "error_max:float worst token | max_abs:float max abs | mean_abs:float mean abs | "
+        "mean_a:float mean a | mean_b:float mean b | std_a:float std a | std_b:float std b | "
+        "nonfinite:int non-finite (elements) | zero_rows:int zero rows (on one side) | "
+        "outliers:int massive channels | judged_by judged by | "
+        "times_floor:float x floor (times the floor) | "
+        "times_limit:float of limit (1 is the limit) | outcome:outcome"
     )
-    rows = tuple(
-        (
-            t.tap,
-            t.layer_type or None,
-            t.cosine_mean,
-            t.cosine_min,
-            t.cosine_p01,
-            t.relative_l2,
-            t.robust_relative_l2,
-            t.error_rms,
-            t.error_max,
-            t.max_abs,
-            t.mean_abs,
-            *t.mean,
-            *t.std,
-            sum(t.nonfinite[:2]),
-            t.zero_rows[2],
-            len(t.outliers),
-            t.judgement.judged_by,
-            t.judgement.times_floor,
-            times_limit(t),
-            t.outcome,
-        )
-        for t in c.taps
+    rows = collect_rows(
+        columns,
+        c.taps,
+        layer_type=lambda t: t.layer_type or None,
+        mean_a=lambda t: t.mean[0],
+        mean_b=lambda t: t.mean[1],
+        std_a=lambda t: t.std[0],
+        std_b=lambda t: t.std[1],
+        nonfinite=lambda t: sum(t.nonfinite[:2]),
+        zero_rows=lambda t: t.zero_rows[2],
+        outliers=lambda t: len(t.outliers),
+        judged_by=lambda t: t.judgement.judged_by,
+        times_floor=lambda t: t.judgement.times_floor,
+        times_limit=times_limit,
     )
     again = [tap.tap for tap in c.taps if tap.recomputed]
     note = (
-        f" Read twice, because a sample had shown other massive channels: {_shorten(again)}." if again else ""
+        f" Read twice, because a sample had shown other massive channels: {shorten_list(again)}."
+        if again
+        else ""
     )
     return Table(
         name=f"{name}.layers",
@@ -400,12 +370,8 @@ def _profile(c: Comparison, name: str) -> Table:
             ("floor, rms", tap.floor_rms),
         )
         rows += [(tap.tap, what, value, tap.layer_type or None, tap.outcome) for what, value in points]
-    columns = (
-        Column(key="tap", title="tap"),
-        Column(key="what", title="what"),
-        *_number_columns(("error", "relative L2")),
-        Column(key="layer_type", title="layer type"),
-        Column(key="outcome", title="outcome", kind="outcome"),
+    columns = declare_columns(
+        "tap | what | error:float relative L2 | layer_type layer type | outcome:outcome"
     )
     chart = Chart(
         kind="profile",
@@ -435,12 +401,7 @@ def _heat(c: Comparison, name: str) -> Table:
         for start, value, text in zip(c.heat.starts, values, named, strict=True)
     )
     step = c.heat.starts[1] - c.heat.starts[0] if len(c.heat.starts) > 1 else 1
-    columns = (
-        Column(key="tap", title="tap"),
-        Column(key="token", title="token", unit="position", kind="int"),
-        *_number_columns(("error", "relative L2")),
-        Column(key="text", title="its text"),
-    )
+    columns = declare_columns("tap | token:int (position) | error:float relative L2 | text its text")
     chart = Chart(
         kind="heatmap",
         x="token",
@@ -448,7 +409,7 @@ def _heat(c: Comparison, name: str) -> Table:
         value="error",
         log=True,
         hover=("text",),
-        caption=f"Worst of all requests; each column covers {_count_noun(step, 'token position')}.",
+        caption=f"Worst of all requests; each column covers {count_words(step, 'token position')}.",
     )
     return Table(
         name=f"{name}.tokens",
@@ -462,31 +423,25 @@ def _heat(c: Comparison, name: str) -> Table:
 
 def _worst(c: Comparison, name: str) -> Table:
     """The tokens nearest to or furthest beyond their limit."""
-    columns = (
-        Column(key="request", title="request"),
-        Column(key="token", title="token", unit="position", kind="int"),
-        Column(key="token_id", title="id", kind="int"),
-        Column(key="text", title="text"),
-        Column(key="tap", title="worst at"),
-        *_number_columns(("error", "rel L2"), ("cosine", "cosine")),
-        Column(key="times_limit", title="of limit", unit="1 is the limit", kind="float"),
+    columns = declare_columns(
+        "request | token:int (position) | token_id:int id | text | tap worst at | "
+        "error:float rel L2 | cosine:float | times_limit:float of limit (1 is the limit)"
     )
     return Table(
         name=f"{name}.worst",
         title="Worst tokens",
         columns=columns,
-        rows=tuple(
-            (p.request, p.token, p.token_id, p.text, p.tap, p.error, p.cosine, p.times_limit) for p in c.worst
-        ),
+        rows=collect_rows(columns, c.worst),
     )
 
 
 def _unpaired_table(c: Comparison, name: str) -> Table:
     """Everything without an equal partner."""
+    columns = declare_columns("kind | side | name | detail")
     return Table(
         name=f"{name}.unpaired",
         title="Without an equal partner",
         caption="Each of these counts as a failure.",
-        columns=tuple(Column(key=key, title=key) for key in ("kind", "side", "name", "detail")),
-        rows=tuple((item.kind, item.side, item.name, item.detail) for item in c.unpaired),
+        columns=columns,
+        rows=collect_rows(columns, c.unpaired),
     )

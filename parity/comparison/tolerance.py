@@ -22,9 +22,10 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from parity.policy import FrozenModel, read_model
+from parity.policy import FrozenModel
 from parity.policy import Policy as Policy
 from parity.policy import TapLimits as TapLimits
+from parity.reading import read_strict_yaml
 from parity.reports.record import Outcome
 
 FloatArray = NDArray[np.floating]
@@ -120,7 +121,7 @@ class Floor(FrozenModel):
     @classmethod
     def load(cls, path: Path) -> "Floor":
         """Read a floor that `model_dump_json` wrote. Raises ParityError."""
-        return read_model(cls, path, "floor")
+        return read_strict_yaml(cls, path, "floor")
 
     def or_larger(self, other: "Floor") -> "Floor":
         """Both floors in one: the larger of each tap."""

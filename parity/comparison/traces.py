@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from parity.comparison.align import Alignment, TapPair, align
+from parity.comparison.error import token_errors
 from parity.comparison.records import Comparison as Comparison
 from parity.comparison.records import KeptTokens
 from parity.comparison.records import TapResult as TapResult
@@ -134,7 +135,7 @@ def compare_traces(
     gathered = []
     for index, pair in enumerate(alignment.taps):
         dtype = coarsest(pair.dtype_a, pair.dtype_b, a.manifest.dtype, b.manifest.dtype)
-        rules = rules_for(pair.name, dtype, _depth(a, pair), floor, policy)
+        rules = rules_for(pair.name, dtype, a.depth(pair.name), floor, policy)
         chosen: tuple[int, ...] = ()
         if sketched:
             rules = sketched_rules(rules, (pair.dtype_a, pair.dtype_b))
@@ -199,15 +200,6 @@ def _fingerprint(reader: "_Reader", gathered: Sequence[TapAccumulator]) -> str:
     rows = [(pair.a.id, pair.b.id, pair.rows) for pair in reader.alignment.requests]
     parts = (VERSION, reader.implementation, sides, asked, rows, CONTROL_ROWS, CONTROL_ELEMENTS)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _depth(trace: Trace, pair: TapPair) -> int:
-    """How many decoder layers rounded before this tap; 1 where each layer was fed another trace's input."""
-    if trace.manifest.mode.endswith("+local"):
-        return 1
-    if pair.layer is not None:
-        return pair.layer + 1
-    return 0 if pair.name.startswith("embed") else trace.manifest.target.layers + 1
 
 
 def _golden_requests(
@@ -378,10 +370,10 @@ class _Reader:
         if tap.golden and self.golden is not None:
             gold = self.golden.tensor(self.golden_ids[request.b.id], name)[rows]
         stats = self._stats(a, b, tap, full=True)
-        columns: list[NDArray[np.floating]] = [judged_error(stats)]
+        columns: list[NDArray[np.floating]] = [token_errors(stats, robust=True)]
         columns += [stats.cosine_gap(), stats.cosine_gap(robust=True)]
         if gold is not None:
-            columns += [judged_error(self._stats(side, gold, tap)) for side in (a, b)]
+            columns += [token_errors(self._stats(side, gold, tap), robust=True) for side in (a, b)]
         zero_a, zero_b = stats.zero_rows()
         totals = np.ascontiguousarray(stats.sums).sum(axis=1)
         totals[_MAX] = stats.field("max_abs").max(initial=0.0)
@@ -409,9 +401,9 @@ class _Reader:
             if broken is None:
                 continue
             stats = self._stats(a, broken, tap)
-            rows: list[NDArray[np.floating]] = [judged_error(stats), stats.cosine_gap()]
+            rows: list[NDArray[np.floating]] = [token_errors(stats, robust=True), stats.cosine_gap()]
             if gold is not None and base is not None:
-                rows += [judged_error(self._stats(broken, gold, tap)), base]
+                rows += [token_errors(self._stats(broken, gold, tap), robust=True), base]
             found[name] = np.stack(rows).astype(np.float32)
         return found
 
@@ -433,10 +425,3 @@ class _Reader:
 def _control_rows(width: int) -> int:
     """How many of a tap's first rows the controls run on."""
     return max(2, min(CONTROL_ROWS, CONTROL_ELEMENTS // width))
-
-
-def judged_error(stats: PairStats) -> KeptTokens:
-    """[tokens] larger of plain and robust relative L2; inf where only one side is not finite."""
-    error = np.maximum(stats.relative_l2(), stats.relative_l2(robust=True))
-    one_sided = stats.field("bad_a") + stats.field("bad_b") > 2 * stats.field("bad_both")
-    return np.where(one_sided, np.inf, error).astype(np.float32)

@@ -21,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from parity.errors import ParityError
+from parity.files import write_atomically
 from parity.kernel.sums import BLOCK_ROWS
 from parity.model.training.distributed import Ranks
-from parity.tracing.trace import write_atomically
 
 KeptColumn = NDArray[np.float32]
 
@@ -192,7 +192,7 @@ class WorkShare:
         content = encode(compute(unit))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, content)
+            write_atomically(file, content, durable=True)
         except OSError as error:
             raise ParityError(
                 f"finished parts of the comparison kept in {self.folder}",

@@ -11,8 +11,9 @@ import numpy as np
 
 from parity.diagnosis.profile import FailingComparison, ProfileSide, TapErrors, relative, without
 from parity.diagnosis.records import KindResult, KindVerdict, RepairResult
-from parity.diagnosis.weights import SEPARABLE, few, separable
+from parity.diagnosis.weights import SEPARABLE, separable
 from parity.reports.record import Value
+from parity.reports.words import shorten_list
 from parity.tracing.trace import NOT_STATED
 
 
@@ -109,7 +110,7 @@ def layer_ids(case: FailingComparison) -> KindVerdict:
             names = [f"layer.{n}.out" if n >= 0 else "embed.out" for _, n in lone]
             return KindResult(
                 kinds=("LAYERIDX",),
-                sentence=f"side {side} lacks {few(names)}; its other {held} states agree",
+                sentence=f"side {side} lacks {shorten_list(names)}; its other {held} states agree",
                 next_step="ask for that id in the dump's own convention: an id equal to the number of layers, or an "
                 "unselected entry, records nothing",
                 evidence=(("side", side), ("missing", len(lone)), ("first missing", names[0])),
@@ -145,7 +146,7 @@ def _answer_renumbered(case: FailingComparison, found: dict[int, int], offsets: 
         how = f"layer i of a is layer i{offset:+d} of b"
         step = f"add {offset:+d} to a's layer ids (one side counts layer outputs, the other hidden states)"
     else:
-        pairs = few([f"{i} is {j}" for i, j in found.items()])
+        pairs = shorten_list([f"{i} is {j}" for i, j in found.items()])
         how, step = (
             f"a's layers are numbered otherwise: {pairs}",
             "name a's layers as the table of repairs does",
@@ -211,7 +212,7 @@ def norm(case: FailingComparison) -> KindVerdict:
             if fit.rms_spread > 0.01 and fit.norm_spread < 0.05 * fit.rms_spread:
                 fits.append((series, fit.residual))
         if fits and fits[0][0] is candidates[0]:
-            names = few([s.tap for s, _ in fits])
+            names = shorten_list([s.tap for s, _ in fits])
             other = "b" if direction == "a" else "a"
             return _answer_norm(
                 case,
@@ -266,7 +267,7 @@ def alias(case: FailingComparison) -> KindVerdict:
             )
             for i, j in later.items()
         )
-        pairs = few([f"{i} holds {j}" for i, j in later.items()])
+        pairs = shorten_list([f"{i} holds {j}" for i, j in later.items()])
         return KindResult(
             kinds=("ALIAS",),
             sentence=f"{len(later)} of a's layer entries hold a later layer's state ({pairs}): memory that the "

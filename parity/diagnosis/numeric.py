@@ -19,13 +19,13 @@ from parity.diagnosis.records import KindResult, KindVerdict, RepairResult
 from parity.diagnosis.weights import (
     ROUNDED_PARAMETERS,
     SEPARABLE,
-    few,
     is_projection,
     other_weights,
     same_weights,
     separable,
 )
 from parity.reports.record import Value
+from parity.reports.words import shorten_list
 
 OPERATOR_GROSS = 0.15
 """Error of an operator's own output (inputs equal) above which no policy explains it: the largest policies
@@ -157,11 +157,12 @@ def quant(case: FailingComparison) -> KindVerdict:
         modules = sorted({key.split(".")[-2] for key in keys})
         return KindResult(
             kinds=("QUANT",),
-            sentence=f"{len(keys)} projections ({few(modules)}) hold values that are off by little: {series.tap} "
-            f"differs by {series.result.error_rms:.1e} from token {min(found.tokens)} on, norms and decay agree",
+            sentence=f"{len(keys)} projections ({shorten_list(modules)}) hold values that are off by "
+            f"little: {series.tap} differs by {series.result.error_rms:.1e} from token {min(found.tokens)} on, "
+            "norms and decay agree",
             next_step="dump from the precision that will be served, and compare the list of quantised modules "
             "with the checkpoint's",
-            evidence=(("projections", len(keys)), ("modules", few(modules, 6)), *found.evidence()),
+            evidence=(("projections", len(keys)), ("modules", shorten_list(modules, 6)), *found.evidence()),
         )
     if series.kind == "gdn" or not _everywhere(case, found):
         return f"the difference begins at {series.tap} and weights agree"
@@ -262,7 +263,7 @@ def numeric(case: FailingComparison) -> KindVerdict:
         return noisy
     keys = other_weights(case)
     if keys and all(key.endswith(ROUNDED_PARAMETERS) for key in keys):
-        what = f"{len(keys)} parameters of the decay ({few(keys, 2)}) hold other values: their dtype"
+        what = f"{len(keys)} parameters of the decay ({shorten_list(keys, 2)}) hold other values: their dtype"
     else:
         what = _policy(case, found)
     kernel = case.comparison.gate == "kernel"

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from parity.comparison.records import Comparison
 from parity.comparison.report import comparison_suspicions, tables_and_findings
 from parity.diagnosis.records import MEANING, Diagnosis
-from parity.reports.record import Column, Finding, Report, Table, Value
+from parity.reports.record import Finding, Report, Table, Value, collect_rows, declare_columns
 
 
 def diagnosed_tables_and_findings(
@@ -96,21 +96,12 @@ def _diagnosis_finding(diagnosis: Diagnosis, c: Comparison, name: str) -> Findin
 
 def _kinds_table(diagnosis: Diagnosis, name: str) -> Table:
     """Each kind of fault in the order asked, and why it was or was not named."""
+    columns = declare_columns("kind | meaning what it is | answer | because")
     return Table(
         name=f"{name}.kinds",
         title="Kinds of fault, in the order asked",
-        columns=tuple(
-            Column(key=key, title=title)
-            for key, title in (
-                ("kind", "kind"),
-                ("meaning", "what it is"),
-                ("answer", "answer"),
-                ("because", "because"),
-            )
-        ),
-        rows=tuple(
-            (asked.kind, MEANING[asked.kind], asked.answer, asked.because) for asked in diagnosis.asked
-        ),
+        columns=columns,
+        rows=collect_rows(columns, diagnosis.asked, meaning=lambda asked: MEANING[asked.kind]),
         caption="The first that answers names the fault: an earlier kind can imitate every later one.",
         detail=True,
     )
@@ -118,15 +109,13 @@ def _kinds_table(diagnosis: Diagnosis, name: str) -> Table:
 
 def _repaired_table(diagnosis: Diagnosis, name: str) -> Table:
     """What remains after the repair."""
+    columns = declare_columns(
+        "tap tap of a | against | before:float rel L2 before | after:float rel L2 after"
+    )
     return Table(
         name=f"{name}.repaired",
         title="After the repair",
-        columns=(
-            Column(key="tap", title="tap of a"),
-            Column(key="against", title="against"),
-            Column(key="before", title="rel L2 before", kind="float"),
-            Column(key="after", title="rel L2 after", kind="float"),
-        ),
-        rows=tuple((repair.tap, repair.against, repair.before, repair.after) for repair in diagnosis.repairs),
+        columns=columns,
+        rows=collect_rows(columns, diagnosis.repairs),
         caption="On a sample of rows: what the repair does not explain is in the last column.",
     )

@@ -3,12 +3,11 @@
 Which parameters differ also decides whether a difference is one of dtype (NUMERIC) or of precision (QUANT).
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from parity.diagnosis.profile import FailingComparison, SampledRows, TapErrors, relative
 from parity.diagnosis.records import KindResult, KindVerdict, RepairResult
+from parity.reports.words import shorten_list
 
 SEPARABLE = 20
 """Times the floor that may remain after a repair of a norm: its own epsilon and rounding come on top."""
@@ -18,11 +17,6 @@ NOT_PROJECTIONS = ("embed_tokens", "norm", "conv1d", "lm_head")
 MODERATE = 0.6
 """Largest error at the first tap where projections were quantised rather than replaced: int4 in groups gives
 .04 to .1 in the convolution and up to .35 in a layer's output, other matrices 1 and more."""
-
-
-def few(names: Sequence[str], limit: int = 4) -> str:
-    """The first names and how many more."""
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def other_weights(case: FailingComparison) -> list[str]:
@@ -50,12 +44,12 @@ def diagnose_load(case: FailingComparison) -> KindVerdict:
     where = f"first {first.tap}, {first.result.error_rms:.1e}"
     if keys:
         if all(key.endswith(ROUNDED_PARAMETERS) for key in keys):
-            return f"only {few(keys)} differ, which is a matter of dtype"
+            return f"only {shorten_list(keys)} differ, which is a matter of dtype"
         if len(keys) > 1 and all(is_projection(key) for key in keys) and _moderate(case):
             return f"{len(keys)} projections differ by little, as quantised ones do"
         return KindResult(
             kinds=("LOAD",),
-            sentence=f"the two sides hold other weights: {few(keys)} ({where})",
+            sentence=f"the two sides hold other weights: {shorten_list(keys)} ({where})",
             next_step="load both sides from one checkpoint; look at the loader's missing and unexpected keys",
             evidence=(("parameters that differ", len(keys)), ("first", keys[0]), ("first tap", first.tap)),
         )

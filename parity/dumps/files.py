@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ class TensorFile:
     kind: FileKind
     keys: tuple[str, ...]
     """Keys of its tensors, in the file's order."""
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     """What else a torch file says: flags, ids, text. Nothing in it is executed."""
     read: Callable[[str], torch.Tensor]
 

@@ -104,10 +104,23 @@ def read_contract(
     width: int | None = None,
     limits: FileLimits = FILE_LIMITS,
 ) -> Read:
-    """A format with one file for each request. Raises ParityError for a file that breaks its contract."""
+    """Requests, pieces and notes of a format with one file for each request.
+
+    Args:
+        kind: The format, a key of `CONTRACTS`.
+        root: The dump's folder.
+        files: Files of the dump, in the order of their requests.
+        side: What the mapping declares of this side.
+        width: Channels of one layer on the other side, to split an axis of layers and channels; None where unknown.
+        limits: How much a file may ask of this machine.
+
+    Raises:
+        ParityError: A file that breaks its format's contract.
+    """
     requests: list[DumpRequest] = []
     pieces: list[StatePiece] | None = None
     for path in files:
+        # What the file has to hold; SpecForge writes EAGLE-3 drafters' states under other names.
         opened = open_file(path, limits)
         contract = CONTRACTS[kind]
         if kind == "specforge" and "aux_hidden_state" in opened.keys:
@@ -121,12 +134,14 @@ def read_contract(
                 f"tensors {', '.join(opened.keys) or 'none'}",
                 "write that file again, or name its tensors in --map (format: plain)",
             )
+        # Where its states lie, the same in every file.
         ids = token_ids_of(opened, ids_key)
         places, own = _pieces_of(opened, contract, side, width, len(ids), kind)
         pieces = require_same_pieces(pieces, own, path, files[0])
         requests.append(
             DumpRequest(id=request_id(path, root, side), token_ids=ids, rows=len(ids), places=places)
         )
+    # States in fp8 are widened when they are read, which is worth a note.
     scaled = {
         dtype_of(open_file(place.file, limits), place.key)
         for held in requests[:1]
@@ -204,10 +219,19 @@ def read_plain(
     width: int | None = None,
     limits: FileLimits = FILE_LIMITS,
 ) -> Read:
-    """Tensors by name: a file for each request, or for each request and tap (npy, or `{tap}` in `files`).
+    """Requests, pieces and notes of tensors by name: a file for each request, or for each request and tap.
 
-    Raises ParityError where a request has no states, or tensors of several lengths.
+    Args:
+        root: The dump's folder.
+        files: Files of the dump, in the order of their requests.
+        side: What the mapping declares of this side.
+        width: Channels of one layer on the other side, to split an axis of layers and channels; None where unknown.
+        limits: How much a file may ask of this machine.
+
+    Raises:
+        ParityError: A request without states, or with tensors of several lengths.
     """
+    # Every file's tensors, gathered by the request that its name stands for.
     gathered: dict[str, _Plain] = {}
     skipped: set[str] = set()
     for path in files:
@@ -217,6 +241,7 @@ def read_plain(
         for key in opened.keys:
             name = tap if tap is not None and len(opened.keys) == 1 else key
             _take_source(held, name, opened, key, side, skipped)
+    # Each request's states as pieces, the same for all of them.
     requests: list[DumpRequest] = []
     pieces: list[StatePiece] | None = None
     for request, held in gathered.items():

@@ -4,7 +4,7 @@
     found.matches[0].found, found.matches[0].distance      # `layer.16.out`, .004
 
 A dump's ids are a claim: tools count layers from 0 or from the embedding, and call a state *last* before or
-after the final norm. So each slice is held against every layer's output of a reference capture of the same
+after the final norm. So each slice is compared with every layer's output of a reference capture of the same
 tokens. The distance is the median over tokens of |a - b| / |b| without the massive channels (which all layers of
 a residual stream share, and which would make any two of them look alike). A slice is found where one tap is near
 and every other is clearly further; else nothing is claimed.
@@ -19,8 +19,10 @@ from typing import Literal
 
 import torch
 
+from parity.comparison.error import median_error
 from parity.errors import NothingComparable
 from parity.kernel.sums import channel_mean_square, pick_outliers
+from parity.reports.words import format_number
 from parity.tracing.trace import RequestEntry, Trace
 
 NEAR_TIE = 0.3
@@ -73,6 +75,15 @@ class SliceMatch:
         """Whether the declaration holds, or there was none."""
         return self.declared is None or self.found == self.declared
 
+    @property
+    def nearest_in_words(self) -> str:
+        """The nearest tap with its distance, for a sentence."""
+        return (
+            f"nearest is {self.nearest} at {format_number(self.distance)}"
+            if self.nearest
+            else "no tap of its width"
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identification:
@@ -111,10 +122,17 @@ def identify(
     declared: Names[str, str] | None = None,
     last: Sequence[str] = (),
 ) -> Identification:
-    """Match every slice of `dump` against every state of `reference` that has its width.
+    """Match every slice of a dump with every state of a reference that has its width.
 
-    `declared` says what slices are said to be, `last` which are said to be the last state. Raises
-    NothingComparable where the two share no token.
+    Args:
+        dump: The side whose slices are looked for.
+        reference: The side whose taps are known, of the same tokens.
+        side: Which side of the comparison the dump is.
+        declared: What slices are said to be: slice -> tap.
+        last: Slices that are said to be the last state.
+
+    Raises:
+        NothingComparable: The two share no token.
     """
     declared = declared or {}
     pairs = _common(dump, reference)
@@ -130,7 +148,7 @@ def identify(
         keep = _without_massive(state)
         for name, mine in slices.items():
             if mine.shape == state.shape:
-                distances[name][tap] = _distance(mine[:, keep], state[:, keep])
+                distances[name][tap] = median_error(mine[:, keep], state[:, keep])
         # only what could be a twin of the next tap, and the ends for the norm, stay in memory
         states = {key: value for key, value in states.items() if key in LAST} | {tap: state}
     rows = next(iter(slices.values())).shape[0]
@@ -204,13 +222,6 @@ def _without_massive(state: torch.Tensor) -> torch.Tensor:
     return keep
 
 
-def _distance(mine: torch.Tensor, state: torch.Tensor) -> float:
-    """Median over tokens of |mine - state| / |state|; infinite where fewer than half are finite."""
-    gap = (mine - state).norm(dim=1) / state.norm(dim=1).clamp_min(1e-30)
-    gap = torch.where(torch.isfinite(gap), gap, math.inf)
-    return float(gap.median())
-
-
 def _apart(reference: Trace) -> float:
     """How much further the next tap has to be: less where the reference holds every layer's output."""
     held = {layer_of_tap(tap) for tap in reference.taps}
@@ -270,7 +281,7 @@ def _through_norm(match: SliceMatch, mine: torch.Tensor, states: Names[str, torc
         normed = before / before.square().mean(1, keepdim=True).sqrt().clamp_min(1e-30)
         even, odd = slice(0, None, 2), slice(1, None, 2)
         factors = (normed[even] * after[even]).sum(0) / normed[even].square().sum(0).clamp_min(1e-30)
-        distance = _distance(normed[odd] * factors, after[odd])
+        distance = median_error(normed[odd] * factors, after[odd])
         if distance <= FITTED and distance < best.distance:
             best = replace(match, found=found, distance=distance, nearest=tap, how="norm")
     return best
@@ -296,7 +307,7 @@ def _hint(dump: Trace, reference: Trace, name: str, pair: tuple[RequestEntry, Re
         state = reference.tensor(theirs_of.id, tap)[:rows].to(torch.float32)
         keep = _without_massive(state)
         for shift in (1, -1):
-            if _distance(mine.roll(shift, 0)[1:-1, keep], state[1:-1, keep]) <= NEAR_TIE:
+            if median_error(mine.roll(shift, 0)[1:-1, keep], state[1:-1, keep]) <= NEAR_TIE:
                 return f"it is {tap}, one token {'late' if shift < 0 else 'early'}"
         by_channel = _alike(mine, state, 0)
         if _alike(mine[:, keep], state[:, keep], 1) == "reordered" and by_channel == "equal":

@@ -13,19 +13,20 @@
       axes: {"hs_*": "B T H"}
     align: order                      # rows without token ids are the same tokens, in file order
 
-What is declared here is checked against the reference, never believed (`dumps_identify`).
+What is declared here is checked against the reference, never believed (`parity.dumps.identify`).
 """
 
-import difflib
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from parity.errors import ParityError
+from parity.policy import FrozenModel
+from parity.reading import read_strict_yaml
+from parity.reports.words import shorten_list
 
 Format = Literal["speculators", "vllm", "specforge", "modelopt", "sglang", "plain"]
 FORMATS: tuple[str, ...] = get_args(Format)
@@ -34,13 +35,7 @@ _AXES = {"B", "1", "T", "L", "H", "(L H)"}
 _HOLE = re.compile(r"\{(\w+)\}")
 
 
-class _Part(BaseModel):
-    """Frozen; a key that no field has is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class SideMap(_Part):
+class SideMap(FrozenModel):
     """What one side's dump does not say about itself."""
 
     format: Format | None = None
@@ -134,7 +129,7 @@ class SideMap(_Part):
         return result
 
 
-class Mapping(_Part):
+class Mapping(FrozenModel):
     """Both sides' parts, and how rows without token ids are paired."""
 
     a: SideMap = SideMap()
@@ -144,29 +139,7 @@ class Mapping(_Part):
     @classmethod
     def load(cls, path: Path) -> "Mapping":
         """Read a mapping file. Raises ParityError, for an unknown key with the nearest known one."""
-        try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ParityError(
-                f"the mapping {path}", f"no readable YAML ({error})", "name a YAML file"
-            ) from error
-        try:
-            return cls.model_validate({} if data is None else data)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"]) or "the file"
-            raise ParityError(
-                f"the mapping {path}", f"{place}: {first['msg']}", _advice(first["type"], first["loc"])
-            ) from error
-
-
-def _advice(kind: str, place: tuple[int | str, ...]) -> str:
-    """What to write instead."""
-    known = list((SideMap if place and place[0] in ("a", "b") else Mapping).model_fields)
-    if kind == "extra_forbidden":
-        near = difflib.get_close_matches(str(place[-1]), known, 1, 0.0) or known
-        return f"write {near[0]!r}"
-    return f"known keys here: {', '.join(known)}"
+        return read_strict_yaml(cls, path, "mapping", form="YAML", known="known keys here", empty={})
 
 
 def parse_axes(text: str, name: str) -> tuple[str, ...]:
@@ -186,5 +159,5 @@ def _layers_in(pattern: str, sources: tuple[str, ...]) -> list[str]:
 
 
 def _no_source(tap: str, name: str, sources: tuple[str, ...]) -> ParityError:
-    shown = ", ".join(sources[:6]) + (f" and {len(sources) - 6} more" if len(sources) > 6 else "")
-    return ParityError(f"{name!r} as tap {tap!r}", f"tensors {shown or 'none'}", "name one of those in --map")
+    found = f"tensors {shorten_list(sources, 6) or 'none'}"
+    return ParityError(f"{name!r} as tap {tap!r}", found, "name one of those in --map")

@@ -8,7 +8,6 @@ A `DumpTrace` is a `Trace` whose tensors lie in another tool's files, so everyth
 a dump does not say (target, weights, backend) its manifest does not claim: see `parity.tracing.trace.NOT_STATED`.
 """
 
-import json
 from collections.abc import Mapping as Names
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,8 @@ from parity.dumps.mapping import Format, Mapping, RowAlignment, SideMap
 from parity.dumps.trace import DumpTrace as DumpTrace
 from parity.dumps.trace import dump_of, state_width, unsplit
 from parity.errors import NothingComparable, ParityError
+from parity.reading import read_json
+from parity.reports.words import format_number
 from parity.tracing.trace import MANIFEST, PARTIAL, SKETCH_SCHEMA, TRACE_SCHEMA, RequestEntry, Trace
 
 Letter = Literal["a", "b"]
@@ -77,8 +78,8 @@ def is_trace(path: Path) -> bool:
     if not path.is_dir() or not manifest.is_file():
         return False
     try:
-        data = json.loads(manifest.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        data = read_json(manifest, "the manifest", "")
+    except ParityError:
         return any(path.glob("request-*.safetensors"))
     ours = (TRACE_SCHEMA.partition("/")[0], SKETCH_SCHEMA.partition("/")[0])
     return isinstance(data, dict) and str(data.get("schema")).startswith(ours)
@@ -95,9 +96,18 @@ def open_pair(
     """Open two paths, each a trace or a dump of any known format, and give their taps common names. What was opened
     before is taken as it is.
 
-    A dump's slices are found in the other side (`dumps_identify`); names that were declared are kept only where they
-    hold. Raises ParityError for what cannot be read and for a slice that nothing declares and nothing matches,
-    NothingComparable where token ids are missing and `align` is not `order`.
+    A dump's slices are looked for in the other side (`identify`); a name that was declared is kept only where it holds.
+
+    Args:
+        a: The candidate: a folder, or a trace that is open already.
+        b: The reference.
+        mapping: What the mapping file declares of both sides.
+        align: How rows without token ids are paired; None: as the mapping says.
+        limits: How much a file of a dump may ask of this machine.
+
+    Raises:
+        ParityError: Something that cannot be read, or a slice that nothing declares and nothing matches.
+        NothingComparable: Token ids are missing on one side and `align` is not `order`.
     """
     mapping = mapping or Mapping()
     parts = {"a": mapping.a, "b": mapping.b}
@@ -295,11 +305,11 @@ def _apply_names(
 
 def _not_found(dump: DumpTrace, match: SliceMatch, reference: Trace) -> ParityError:
     """Why nobody can say which layer a slice is."""
-    numbers = (
-        f"nearest is {match.nearest} at {match.distance:.2g}" if match.nearest else "no tap of its width"
-    )
+    numbers = match.nearest_in_words
     if match.how == "ambiguous":
-        numbers += f", then {match.other} at {match.other_distance:.2g}: too close to tell them apart"
+        numbers += (
+            f", then {match.other} at {format_number(match.other_distance)}: too close to tell them apart"
+        )
     return ParityError(
         f"the layer of {match.slice} in {dump.path}, found in {reference.path}",
         f"{numbers}{'; ' + match.hint if match.hint else ''}",

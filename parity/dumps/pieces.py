@@ -29,7 +29,7 @@ class TensorPlace:
     file: Path
     key: str
     axes: tuple[str, ...]
-    """See `dumps_map.parse_axes`."""
+    """See `parity.dumps.mapping.parse_axes`."""
     layer: int | None = None
     """Index along L, or None where there is no L or it is not split."""
     hidden: int | None = None
@@ -98,8 +98,18 @@ def split_tensor(
 ) -> list[tuple[TensorPlace, str, int]]:
     """Place, name and channels of each layer in one tensor. An axis (L H) of unknown width stays whole.
 
-    Raises ParityError where the tensor does not have these axes, or not `rows` tokens.
+    Args:
+        opened: The file.
+        key: The tensor in it.
+        axes: What its axes are: T tokens, L layers, H channels, B or 1 an axis of length 1, (L H) layers of channels.
+        hidden: Channels of one layer, where they are known.
+        rows: Tokens that it has to have; None: any number.
+        bits: Whether its integers are the bits of bfloat16 numbers.
+
+    Raises:
+        ParityError: The tensor has other axes, another number of tokens, or no floating-point numbers.
     """
+    # Its axes, with one of length 1 in front where the writer kept the batch.
     shape = tuple(opened.tensor(key).shape)
     if len(shape) == len(axes) + 1 and shape[0] == 1:
         axes = ("1", *axes)
@@ -117,6 +127,7 @@ def split_tensor(
         raise ParityError(
             f"{key} of {opened.path} as states", f"{dtype_of(opened, key)}", "save floating-point states"
         )
+    # One place a layer: along L, or in parts of `hidden` channels.
     whole = TensorPlace(file=opened.path, key=key, axes=axes, hidden=hidden, bits=bits)
     if "L" in found:
         layers, channels = found["L"], found["H"]

@@ -18,11 +18,18 @@ from parity.errors import ParityError
 def read_dump(
     root: Path, side: SideMap | None = None, *, width: int | None = None, limits: FileLimits = FILE_LIMITS
 ) -> DumpContents:
-    """Read a dump's headers and token ids. `width` is the other side's channels, to split [T, L*H].
+    """Read a dump's headers and token ids.
 
-    Raises ParityError for a path without a readable dump, for files of two formats, and for a file that breaks its
-    format's contract.
+    Args:
+        root: Its folder, or its one file.
+        side: What the mapping declares of it.
+        width: Channels of one layer on the other side, to split tensors of [tokens, layers * channels].
+        limits: How much a file may ask of this machine.
+
+    Raises:
+        ParityError: No readable dump there, files of two formats, or a file that breaks its format's contract.
     """
+    # The files that can hold states, and how many cannot.
     side = side or SideMap()
     root = _states_folder(root)
     files, others = [], 0
@@ -39,6 +46,7 @@ def read_dump(
             f"{others} files, none of them safetensors, torch, gzip or npy{named}",
             "name the folder (or file) that holds hidden states, or a trace of `parity capture`",
         )
+    # Each format has its reader.
     kind = side.format or _one_format(files, limits)
     if kind == "sglang":
         requests, pieces, notes = read_sglang(root, files, side, limits=limits)

@@ -8,14 +8,14 @@ paired by order. What a dump cannot answer (backend, weights) becomes `skipped`,
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from functools import partial
 
 from parity.dumps.identify import LAST, NEAR_TIE, Identification, SliceMatch, layer_of_tap
 from parity.dumps.pair import ComparablePair, DumpSide
-from parity.reports.record import Column, Finding, Report, Suspicion, Table, Value
+from parity.reports.record import Finding, Report, Suspicion, Table, Value, collect_rows, declare_columns
+from parity.reports.words import count_words, format_number, shorten_list
 from parity.tracing.trace import NOT_STATED
 
-LISTED_MATCHES = 6
 FOREIGN = "capture that side with `parity capture` where you need the proof"
 
 
@@ -145,66 +145,60 @@ def _evidence(found: Identification) -> tuple[tuple[str, Value], ...]:
 def _layers(side: DumpSide, found: Identification, name: str) -> Finding:
     """Is each slice the layer it was said to be?"""
     where = f"side {side.letter} ({_describe_side(side)})"
+    full, evidence = f"{name}.layers.{side.letter}", _evidence(found)
+    make = partial(Finding, name=full, tables=(f"{name}.slices.{side.letter}",))
     matches = [match for match in found.matches if match.declared not in LAST]
+    # Slices that are another layer than declared, or two of them one layer.
     wrong = [match for match in matches if match.found is not None and not match.as_declared]
-    lost = [match for match in matches if match.found is None and match.declared in side.held]
-    elsewhere = [match for match in matches if match.found is None and match not in lost]
     twice = _twice(matches)
-    evidence, table = _evidence(found), (f"{name}.slices.{side.letter}",)
-    full = f"{name}.layers.{side.letter}"
     if wrong or twice:
         sentence, step = _wrong(found, wrong, twice, where)
-        return Finding(
-            name=full,
-            outcome="fail",
-            fault="LAYERIDX",
-            sentence=sentence,
-            next_step=step,
-            evidence=evidence + (("shift of all ids", found.shift),),
-            tables=table,
+        shift = (("shift of all ids", found.shift),)
+        return make(
+            outcome="fail", fault="LAYERIDX", sentence=sentence, next_step=step, evidence=evidence + shift
         )
+    # Slices that the other side holds under their declared name, and that are not that tap.
+    lost = [match for match in matches if match.found is None and match.declared in side.held]
     if lost:
         first = lost[0]
-        near = (
-            f"nearest is {first.nearest} at {first.distance:.2g}" if first.nearest else "no tap of its width"
-        )
-        return Finding(
-            name=full,
+        return make(
             outcome="fail",
-            sentence=f"{where}: {_count(len(lost), 'slice')} found in no layer, first {first.slice}"
-            f"{' declared ' + first.declared if first.declared else ''}: {near}"
+            sentence=f"{where}: {count_words(len(lost), 'slice')} found in no layer, first {first.slice}"
+            f"{' declared ' + first.declared if first.declared else ''}: {first.nearest_in_words}"
             f"{'; ' + first.hint if first.hint else ''}",
             next_step="dump the same tokens and weights again, or capture a reference that holds that layer",
             evidence=evidence,
-            tables=table,
         )
-    taps = [match.found for match in matches if match.found is not None]
-    numbers = [layer_of_tap(tap) for tap in taps]
-    ascending = numbers == sorted(numbers, key=lambda number: -2 if number is None else number)
-    said = "as declared" if any(match.declared for match in matches) else "which nobody declared"
-    said = "in the same order" if side.against_dump else said
-    sentence = f"{where}: {_count(len(taps), 'slice')} found as {_few(taps)}, {said}; the worst is "
-    sentence += f"{max((m.distance for m in matches if m.found), default=0.0):.2g} away, the next tap "
-    sentence += f"{min((m.other_distance for m in matches if m.found), default=0.0):.2g}"
-    if elsewhere:
-        sentence += f"; {_few([match.slice for match in elsewhere])} not held by the other side"
-    if not taps:
+    # What is left was found, or lies at a layer that the other side does not hold.
+    located = [match for match in matches if match.found is not None]
+    absent = shorten_list([match.slice for match in matches if match.found is None], 6)
+    if not located:
         return Finding(
             name=full,
             outcome="skipped",
-            sentence=f"{where}: the other side holds none of {_few([match.slice for match in elsewhere])}",
+            sentence=f"{where}: the other side holds none of {absent}",
             next_step="compare with a reference that holds these layers",
         )
+    said = "as declared" if any(match.declared for match in matches) else "which nobody declared"
+    said = "in the same order" if side.against_dump else said
+    taps = [match.found or "" for match in located]
+    sentence = (
+        f"{where}: {count_words(len(taps), 'slice')} found as {shorten_list(taps, 6)}, {said}; the worst is "
+        f"{format_number(max(match.distance for match in located))} away, the next tap "
+        f"{format_number(min(match.other_distance for match in located))}"
+        + (f"; {absent} not held by the other side" if absent else "")
+    )
+    # Nobody declared an order: one that does not ascend may be meant so, or be a mistake.
+    numbers = [layer_of_tap(tap) for tap in taps]
+    ascending = numbers == sorted(numbers, key=lambda number: -2 if number is None else number)
     if not ascending and said == "which nobody declared":
-        return Finding(
-            name=full,
+        return make(
             outcome="warn",
             sentence=sentence + "; they do not ascend",
             next_step="declare layers in --map, in the order in which fc takes them",
             evidence=evidence,
-            tables=table,
         )
-    return Finding(name=full, outcome="pass", sentence=sentence, evidence=evidence, tables=table)
+    return make(outcome="pass", sentence=sentence, evidence=evidence)
 
 
 def _wrong(
@@ -212,6 +206,7 @@ def _wrong(
 ) -> tuple[str, str]:
     """Sentence and next step for layers that are not what they were said to be."""
     shift = found.shift
+    # All ids are off by as much: a convention was mistaken for another.
     if wrong and shift:
         first = wrong[0]
         right = ", ".join(
@@ -221,27 +216,27 @@ def _wrong(
             -1: ", as where indices of hidden_states (layer + 1) are taken for layers",
             1: ", as where layers are taken for indices of hidden_states (layer + 1)",
         }.get(shift, "")
-        way = f"{_count(abs(shift), 'layer')} {'later' if shift > 0 else 'earlier'} than declared"
+        way = f"{count_words(abs(shift), 'layer')} {'later' if shift > 0 else 'earlier'} than declared"
         far = (
-            f", {first.declared} {first.declared_distance:.2g}" if first.declared_distance is not None else ""
+            f", {first.declared} {format_number(first.declared_distance)}"
+            if first.declared_distance is not None
+            else ""
         )
         return (
             f"{where}: every slice is {way}{convention}; {first.slice} is {first.found} "
-            f"({first.distance:.2g} away{far})",
+            f"({format_number(first.distance)} away{far})",
             f"the slices are layers {right} (0-based): correct `layers:` or `ids:` in --map, or dump with other ids",
         )
     if wrong:
-        pairs = "; ".join(
-            f"{match.slice}, declared {match.declared}, is {match.found}" for match in wrong[:3]
-        )
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        pairs = [f"{match.slice}, declared {match.declared}, is {match.found}" for match in wrong]
         order = sorted(m.declared or "" for m in wrong) == sorted(m.found or "" for m in wrong)
         return (
-            f"{where}: {'the slices are in another order' if order else 'slices are other layers'}: {pairs}{more}",
+            f"{where}: {'the slices are in another order' if order else 'slices are other layers'}: "
+            + shorten_list(pairs, 3, "; "),
             "put the ids in the order of the slices, or dump again",
         )
     return (
-        f"{where}: {_few(list(twice))} found in more than one slice",
+        f"{where}: {shorten_list(list(twice), 6)} found in more than one slice",
         "dump again; a layer was recorded twice, and another is missing",
     )
 
@@ -256,6 +251,14 @@ def _norm(side: DumpSide, match: SliceMatch, name: str) -> Finding:
     """Is the last state from before or after the final norm, as promised?"""
     where = f"side {side.letter} ({_describe_side(side)})"
     full, by = f"{name}.norm.{side.letter}", side.promises.get(match.slice, "its name")
+    # Nothing to look it up in: the other side lacks the tap.
+    if match.found is None and match.declared not in side.held:
+        return Finding(
+            name=full,
+            outcome="skipped",
+            sentence=f"{where}: the other side holds no {match.declared}, which {match.slice} is by {by}",
+            next_step="compare with a trace of `parity capture`, which holds it",
+        )
     evidence: tuple[tuple[str, Value], ...] = (
         ("declared", match.declared),
         ("declared by", by),
@@ -264,90 +267,49 @@ def _norm(side: DumpSide, match: SliceMatch, name: str) -> Finding:
         ("distance to the other", match.other_distance),
         ("how", match.how),
     )
-    table = (f"{name}.slices.{side.letter}",)
-    fitted = ", through a norm with one factor a channel fitted" if match.how == "norm" else ""
-    if match.found is None and match.declared not in side.held:
-        return Finding(
-            name=full,
-            outcome="skipped",
-            sentence=f"{where}: the other side holds no {match.declared}, which {match.slice} is by {by}",
-            next_step="compare with a trace of `parity capture`, which holds it",
-        )
+    make = partial(Finding, name=full, evidence=evidence, tables=(f"{name}.slices.{side.letter}",))
+    claim = f"{where}: the last state, {match.slice}, declared {match.declared} by {by}, is"
     if match.found is None:
-        near = (
-            f"nearest is {match.nearest} at {match.distance:.2g}" if match.nearest else "no tap of its width"
-        )
-        return Finding(
-            name=full,
+        return make(
             outcome="fail",
-            sentence=f"{where}: the last state, {match.slice}, declared {match.declared} by {by}, is neither: {near}"
-            f"{'; ' + match.hint if match.hint else ''}",
+            sentence=f"{claim} neither: {match.nearest_in_words}{'; ' + match.hint if match.hint else ''}",
             next_step="capture a reference that holds final.prenorm and final.postnorm, or dump again",
-            evidence=evidence,
-            tables=table,
         )
+    # Two dumps with one last state: known is only that they agree, or contradict each other, about it.
+    compare = "compare each with a trace of `parity capture` to see which"
     if side.against_dump and match.how == "equal":
-        return _same_last(side, match, full, evidence, table)
-    if match.as_declared:
-        return Finding(
-            name=full,
-            outcome="pass",
-            sentence=f"{where}: the last state, {match.slice}, is {match.found}, as {by} says "
-            f"({match.distance:.2g} away{fitted})",
-            evidence=evidence,
-            tables=table,
-        )
-    fault: Literal["NORM", "LAYERIDX"] = "NORM" if match.found in LAST else "LAYERIDX"
-    return Finding(
-        name=full,
-        outcome="fail",
-        fault=fault,
-        sentence=f"{where}: the last state, {match.slice}, declared {match.declared} by {by}, is {match.found} "
-        f"({match.distance:.2g} away{fitted})",
-        next_step=_norm_step(match),
-        evidence=evidence,
-        tables=table,
-    )
-
-
-def _same_last(
-    side: DumpSide,
-    match: SliceMatch,
-    full: str,
-    evidence: tuple[tuple[str, Value], ...],
-    table: tuple[str, ...],
-) -> Finding:
-    """Two dumps with one last state: no more is known than that they agree, or contradict each other, about it."""
-    where, by = f"side {side.letter} ({_describe_side(side)})", side.promises.get(match.slice, "its name")
-    if not match.as_declared and match.found in LAST:
-        return Finding(
-            name=full,
-            outcome="fail",
-            fault="NORM",
-            sentence=f"one last state, two claims: {match.slice} of {where} is {match.declared} by {by}, and the "
-            f"other side calls the same numbers {match.found} ({match.distance:.2g} apart)",
-            next_step="compare each with a trace of `parity capture` to see which claim is wrong",
-            evidence=evidence,
-            tables=table,
-        )
-    if not match.as_declared:
-        return Finding(
-            name=full,
+        if match.as_declared:
+            return make(
+                outcome="skipped",
+                sentence=f"{where}: both sides hold one last state ({format_number(match.distance)} apart) and call it "
+                f"{match.declared}; no dump proves on which side of the final norm it is",
+                next_step="compare with a trace of `parity capture` to have the norm state found",
+            )
+        if match.found in LAST:
+            return make(
+                outcome="fail",
+                fault="NORM",
+                sentence=f"one last state, two claims: {match.slice} of {where} is {match.declared} by {by}, and the "
+                f"other side calls the same numbers {match.found} ({format_number(match.distance)} apart)",
+                next_step=f"{compare} claim is wrong",
+            )
+        return make(
             outcome="fail",
             fault="LAYERIDX",
             sentence=f"{where}: the last state, {match.slice}, is {match.found} of the other side",
-            next_step="compare each with a trace of `parity capture` to see which layer it is",
-            evidence=evidence,
-            tables=table,
+            next_step=f"{compare} layer it is",
         )
-    return Finding(
-        name=full,
-        outcome="skipped",
-        sentence=f"{where}: both sides hold one last state ({match.distance:.2g} apart) and call it "
-        f"{match.declared}; no dump proves on which side of the final norm it is",
-        next_step="compare with a trace of `parity capture` to have the norm state found",
-        evidence=evidence,
-        tables=table,
+    # Against a reference the match decides.
+    fitted = ", through a norm with one factor a channel fitted" if match.how == "norm" else ""
+    far = f"({format_number(match.distance)} away{fitted})"
+    if match.as_declared:
+        sentence = f"{where}: the last state, {match.slice}, is {match.found}, as {by} says {far}"
+        return make(outcome="pass", sentence=sentence)
+    return make(
+        outcome="fail",
+        fault="NORM" if match.found in LAST else "LAYERIDX",
+        sentence=f"{claim} {match.found} {far}",
+        next_step=_norm_step(match),
     )
 
 
@@ -374,7 +336,7 @@ def _suspicion(side: DumpSide, name: str) -> Suspicion:
         else "two dumps can only be held against each other"
         if side.against_dump
         else "nobody declared which layers they should be; found: "
-        + _few([match.found or "?" for match in (side.found.matches if side.found else ())]),
+        + shorten_list([match.found or "?" for match in (side.found.matches if side.found else ())], 6),
         findings=tuple(finding.name for finding in findings),
     )
 
@@ -388,21 +350,22 @@ def _all_declared(side: DumpSide) -> bool:
 def _table(side: DumpSide, name: str) -> Table:
     """One row a slice."""
     assert side.found is not None, "a table of what was found needs something found"
-    columns = (
-        *(Column(key=key, title=key) for key in ("slice", "declared", "found")),
-        Column(key="distance", title="distance", kind="float"),
-        Column(key="next", title="next"),
-        Column(key="next_distance", title="distance", kind="float"),
+    columns = declare_columns(
+        "slice | declared | found | distance:float | next | next_distance:float distance"
     )
     return Table(
         name=f"{name}.slices.{side.letter}",
         title=f"Slices of side {side.letter} ({_describe_side(side)})",
         columns=columns,
-        rows=tuple(
-            (m.slice, m.declared or "", _describe_match(m), m.distance, m.other, m.other_distance)
-            for m in side.found.matches
+        rows=collect_rows(
+            columns,
+            side.found.matches,
+            declared=lambda match: match.declared or "",
+            found=_describe_match,
+            next=lambda match: match.other,
+            next_distance=lambda match: match.other_distance,
         ),
-        caption=f"Distance: median relative L2 of {_count(side.found.rows, 'token')}, massive channels left out. "
+        caption=f"Distance: median relative L2 of {count_words(side.found.rows, 'token')}, massive channels left out. "
         f"Found is what is nearer than {NEAR_TIE:g}, with every other tap clearly further.",
     )
 
@@ -412,15 +375,3 @@ def _describe_match(match: SliceMatch) -> str:
     if match.found is not None:
         return match.found + (", by a fitted norm" if match.how == "norm" else "")
     return f"{match.how}: {match.nearest or 'no such width'}"
-
-
-def _few(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:LISTED_MATCHES]) + (
-        f" and {len(names) - LISTED_MATCHES} more" if len(names) > LISTED_MATCHES else ""
-    )
-
-
-def _count(number: int, noun: str) -> str:
-    """A number with its noun."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -24,7 +24,7 @@ _DIMS = {"b": "B", "t": "T", "s": "T", "h": "H", "1": "1"}
 """Letters of the dumper's `dims` to our axes: s and t both count tokens."""
 
 
-def tags_of(opened: TensorFile) -> Mapping[str, Any] | None:
+def tags_of(opened: TensorFile) -> Mapping[str, object] | None:
     """Tags of a file of SGLang's dumper: its `meta`, or for older versions those in its name; None for another file."""
     meta = opened.values.get("meta")
     if isinstance(meta, dict) and "name" in meta and (VALUE in opened.keys or VALUE in opened.values):
@@ -38,7 +38,7 @@ def tags_of(opened: TensorFile) -> Mapping[str, Any] | None:
 class _Step:
     """One forward pass: its tokens, and the states that have a row for each of them."""
 
-    core: dict[str, Any] = field(default_factory=dict)
+    core: dict[str, object] = field(default_factory=dict)
     states: dict[str, tuple[TensorFile, TensorPlace]] = field(default_factory=dict)
 
 
@@ -85,6 +85,7 @@ def _steps(
     steps: dict[int, _Step] = {}
     left: dict[str, int] = {}
     for path in files:
+        # What the file is of, and whether it is left out.
         opened = open_file(path, limits)
         tags = tags_of(opened)
         if tags is None:
@@ -95,6 +96,7 @@ def _steps(
         if reason:
             left[reason] = left.get(reason, 0) + 1
             continue
+        # A tensor that says whose the rows are, or a state with a row a token.
         step = steps.setdefault(_number(tags, "step", "curr_step", "forward_pass_id"), _Step())
         if name in CORE:
             value = opened.tensor(VALUE) if VALUE in opened.keys else opened.values[VALUE]
@@ -121,7 +123,7 @@ def _without_rows(steps: Mapping[int, _Step]) -> dict[str, tuple[int, int]]:
     return lacking
 
 
-def _left_out(tags: Mapping[str, Any]) -> str:
+def _left_out(tags: Mapping[str, object]) -> str:
     """Why a file is not compared; empty where it is. Raises ParityError for a shard of a tensor."""
     name, dims = str(tags["name"]), str(tags.get("dims") or "")
     if name.startswith(("grad__", "param__")):
@@ -146,7 +148,7 @@ def _number(tags: Mapping[str, Any], *names: str) -> int:
         raise ParityError(f"the tag {names[0]} as a number", repr(value), "dump again") from error
 
 
-def _put(step: _Step, name: str, tags: Mapping[str, Any], opened: TensorFile, side: SideMap) -> None:
+def _put(step: _Step, name: str, tags: Mapping[str, object], opened: TensorFile, side: SideMap) -> None:
     """Name one tensor of a step: `name.layer`, and `#2` for the second of that name."""
     layer = tags.get("layer_id")
     label = name if layer is None else f"{name}.{layer}"
@@ -177,6 +179,7 @@ def _runs(root: Path, number: int, step: _Step, known: Mapping[str, DumpRequest]
     total = len(ids or positions or ())
     if not total:
         return []
+    # Rows of each request: prompts have their lengths, decoding steps one row each; else positions tell.
     if lengths and sum(lengths) == total:
         counts = lengths
     elif lengths and len(lengths) == total:
@@ -192,6 +195,7 @@ def _runs(root: Path, number: int, step: _Step, known: Mapping[str, DumpRequest]
             f"{total} tokens for lengths {lengths[:4]}, and positions that tell {len(counts)} requests",
             "dump with positions, and with the prefix cache off",
         )
+    # Where in its request each run of rows begins.
     names = _names(step, number, len(counts))
     runs, start = [], 0
     for index, count in enumerate(counts):
@@ -223,7 +227,7 @@ def _request_name(name: str, position: int, known: Mapping[str, DumpRequest]) ->
     return name if not used else f"{name}#{len(used) + 1}"
 
 
-def _ints(value: Any) -> list[int] | None:
+def _ints(value: object) -> list[int] | None:
     """A tensor or list of integers; None for anything else."""
     if isinstance(value, torch.Tensor) and not value.is_floating_point():
         return [int(number) for number in value.reshape(-1).tolist()]

@@ -101,7 +101,7 @@ class DumpTrace(Trace):
 def dump_of(path: Path, part: SideMap, width: int | None, limits: FileLimits) -> DumpTrace:
     """A dump under its own names: a piece is called what its tool calls it, or what the mapping says.
 
-    Raises ParityError as `dumps_read.read` does, and for a mapping that names what is not there.
+    Raises ParityError as `read_dump` does, and for a mapping that names what is not there.
     """
     contents = read_dump(path, part, width=width, limits=limits)
     pieces = {piece.name: piece for piece in contents.pieces}
@@ -160,6 +160,7 @@ def _info(name: str, info: TapInfo) -> TapInfo:
 
 def _manifest(contents: DumpContents, taps: tuple[TapInfo, ...], dtype: str) -> Manifest:
     """A manifest that claims nothing the dump does not say."""
+    # A request is called as the dump calls it; what a prompt was, a dump does not say.
     entries = tuple(
         RequestEntry(
             id=held.id,
@@ -171,6 +172,7 @@ def _manifest(contents: DumpContents, taps: tuple[TapInfo, ...], dtype: str) -> 
         )
         for held in contents.requests
     )
+    # Nor does it say which target ran, or how.
     target = TargetIdentity(
         name=NOT_STATED,
         revision=None,

@@ -1,6 +1,6 @@
-"""A report held against an earlier one: what is no longer asked, what got worse, what the wiring now is.
+"""A report compared with an earlier one: what is no longer answered, what got worse, what the wiring now is.
 
-    findings, tables = against(report, baseline, judged=outcomes, rules=policy.gate)
+    findings, tables = compare_with_baseline(report, baseline, judged=outcomes, rules=policy.gate)
 
 Findings `baseline.missing`, `.outcomes`, `.taps`, `.wiring`, `.subject` and `.environment`. Each compares only
 what both reports hold; what the baseline held and the report does not is `baseline.missing`, which fails.
@@ -12,34 +12,25 @@ from dataclasses import dataclass
 
 from parity.errors import NothingComparable
 from parity.gating import environment
-from parity.gating.conformance import compare_statements
+from parity.gating.conformance import compare_statements, list_changed_facts
 from parity.policy import GateRules, matches
-from parity.reports.record import WORST_FIRST, Column, Conformance, Finding, Outcome, Report, Table, Value
-
-WIRING = (
-    "inputs",
-    "noise",
-    "loss",
-    "labels",
-    "context",
-    "teacher",
-    "decode",
-    "frozen",
-    "resume",
-    "export",
-    "coverage",
-    "shapes",
-    "tokens",
-    "recipe",
-    "conformance",
+from parity.probes.table import TABLE
+from parity.reports.record import (
+    WORST_FIRST,
+    Conformance,
+    Finding,
+    Outcome,
+    Report,
+    Table,
+    Value,
+    declare_columns,
 )
-"""First parts of the names of findings whose evidence states what a trainer does."""
+from parity.reports.words import shorten_list
+
+WIRING = {entry.name for entry in TABLE if entry.states_wiring} | {"recipe", "conformance"}
+"""First parts of the names of findings whose evidence states what a trainer does; the last two are a training run's."""
 NOT_WIRING = ("first step", "last step", "last step in order")
-"""Evidence that says when a step was probed, not what it did."""
-SAME_SHARE, SAME_SIZE = 0.02, 1e-4
-"""Two measured numbers of one statement are the same when they differ by at most 2 % or by at most 1e-4: rounding
-residuals move by more than 2 % of themselves, and the smallest planted faults are gamma 4 against 5 and 1 % KL."""
-LISTED_CHANGES = 4
+"""Evidence that tells when a step was probed, not what it did."""
 JUDGED = {"tap", "error_rms", "error_max", "cosine_min"}
 """Columns of a table whose rows are taps that a comparison judged."""
 
@@ -56,12 +47,19 @@ class WiringChange:
     now: Value
 
 
-def against(
+def compare_with_baseline(
     report: Report, baseline: Report, *, judged: Mapping[str, Outcome], rules: GateRules
 ) -> tuple[tuple[Finding, ...], tuple[Table, ...]]:
-    """Findings and tables; `judged` are the outcomes of the report's findings as the policy sees them.
+    """Return the findings `baseline.*` and their tables.
 
-    Raises NothingComparable where the two are of other kinds or have no finding in common.
+    Args:
+        report: the later report.
+        baseline: the earlier one, of the same command.
+        judged: name -> outcome of the report's findings, as the policy sees them.
+        rules: what the policy allows.
+
+    Raises:
+        NothingComparable: where the two are of other kinds or have no finding in common.
     """
     then = {finding.name: finding for finding in baseline.findings}
     now = {finding.name: finding for finding in report.findings}
@@ -72,6 +70,7 @@ def against(
             why,
             "give a baseline that the same command wrote",
         )
+    # Outcomes first, then what is behind them: taps, wiring, and whether the two are about the same thing.
     findings = [_missing(report, baseline, judged, rules), _outcomes(then, judged)]
     tables: list[Table] = []
     for found, table in (
@@ -81,6 +80,7 @@ def against(
     ):
         findings += found
         tables += table
+    # Another machine is worth a warning only where something got worse.
     worse = any(finding.outcome not in ("pass", "skipped") for finding in findings)
     found, table = _environment(report, baseline, worse)
     return (*findings, *found), (*tables, *table)
@@ -89,14 +89,9 @@ def against(
 Part = tuple[tuple[Finding, ...], tuple[Table, ...]]
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:LISTED_CHANGES]) + (
-        f" and {len(names) - LISTED_CHANGES} more" if len(names) > LISTED_CHANGES else ""
-    )
-
-
 def _missing(report: Report, baseline: Report, judged: Mapping[str, Outcome], rules: GateRules) -> Finding:
-    """Is everything still asked that the baseline answered?"""
+    """Is everything still answered that the baseline answered?"""
+    # Findings that are gone, findings that are skipped now and may not be, and taps.
     answered = [finding.name for finding in baseline.findings if finding.outcome != "skipped"]
     gone = [name for name in answered if name not in judged]
     allowed = rules.skips or ()
@@ -123,13 +118,14 @@ def _missing(report: Report, baseline: Report, judged: Mapping[str, Outcome], ru
         name="baseline.missing",
         outcome="fail",
         evidence=evidence,
-        sentence=f"the baseline answered what this report does not: {_few(lost)}",
+        sentence=f"the baseline answered what this report does not: {shorten_list(lost)}",
         next_step="find out why it no longer runs, or make a new baseline if it was removed on purpose",
     )
 
 
 def _outcomes(then: Mapping[str, Finding], judged: Mapping[str, Outcome]) -> Finding:
     """Which findings have a worse outcome than they had?"""
+    # A finding that was skipped on either side has no outcome to compare.
     both = [name for name in then if name in judged]
     rank = {outcome: place for place, outcome in enumerate(WORST_FIRST)}
     answered = [name for name in both if "skipped" not in (then[name].outcome, judged[name])]
@@ -155,29 +151,32 @@ def _outcomes(then: Mapping[str, Finding], judged: Mapping[str, Outcome]) -> Fin
         name="baseline.outcomes",
         outcome="fail" if severe else "warn",
         evidence=evidence,
-        sentence=f"worse than in the baseline: {_few(named)}",
+        sentence=f"worse than in the baseline: {shorten_list(named)}",
         next_step="look at what changed between the two, `baseline.environment` first",
     )
 
 
-def _rows(report: Report) -> dict[tuple[str, str], BaselineRows]:
-    """By table and tap, the cells of every judged tap by column key."""
-    found: dict[tuple[str, str], BaselineRows] = {}
+def list_judged_taps(report: Report) -> Iterator[tuple[str, str, BaselineRows]]:
+    """Yield table, tap and cells by column key, of every tap that a comparison judged."""
     for table in report.tables:
         keys = [column.key for column in table.columns]
         if set(keys) >= JUDGED:
             for row in table.rows:
                 cells = dict(zip(keys, row, strict=True))
-                found[table.name, str(cells["tap"])] = cells
-    return found
+                yield table.name, str(cells["tap"]), cells
+
+
+def _rows(report: Report) -> dict[tuple[str, str], BaselineRows]:
+    """By table and tap, the cells of every judged tap by column key."""
+    return {(table, tap): cells for table, tap, cells in list_judged_taps(report)}
 
 
 def _float(value: Value) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
-def growth(then: BaselineRows, now: BaselineRows) -> float:
-    """How many times the baseline's error a tap has: the larger of rms and worst token. 1 for 0 against 0."""
+def measure_growth(then: BaselineRows, now: BaselineRows) -> float:
+    """Return how many times the baseline's error a tap has: the larger of rms and worst token. 1 for 0 against 0."""
     sizes = []
     for key in ("error_rms", "error_max"):
         a, b = _float(then[key]), _float(now[key])
@@ -194,25 +193,21 @@ def _taps(report: Report, baseline: Report, rules: GateRules) -> Part:
     shared = [key for key in after if key in before]
     if not shared:
         return (), ()
-    grown = {key: growth(before[key], after[key]) for key in shared}
+    grown = {key: measure_growth(before[key], after[key]) for key in shared}
     allowed = rules.worse_than_baseline
-    # what is still within the noise that was measured beside it has not got worse
+    # What is still within the noise that was measured beside it has not got worse.
     worse = [k for k in shared if grown[k] > allowed and not _float(after[k].get("times_floor")) <= 1]
     top = max(shared, key=lambda key: (key in worse, grown[key]))
+    # All shared taps as a table, the worst first.
     numbers = [(side, column) for side in (before, after) for column in ("error_rms", "cosine_min")]
     rows = tuple(
         (*key, *(side[key][c] for side, c in numbers), grown[key], "fail" if key in worse else "pass")
         for key in sorted(shared, key=lambda key: (key not in worse, -grown[key]))
     )
-    columns = (
-        Column(key="table", title="table"),
-        Column(key="tap", title="tap"),
-        Column(key="rms_then", title="token rms then", kind="float"),
-        Column(key="cosine_then", title="min cos then", kind="float"),
-        Column(key="rms_now", title="token rms now", kind="float"),
-        Column(key="cosine_now", title="min cos now", kind="float"),
-        Column(key="times", title="times", kind="float"),
-        Column(key="outcome", title="outcome", kind="outcome"),
+    columns = declare_columns(
+        "table | tap | rms_then:float token rms then | cosine_then:float min cos then | "
+        "rms_now:float token rms now | cosine_now:float min cos now | times:float | "
+        "outcome:outcome"
     )
     table = Table(
         name="baseline.taps",
@@ -250,12 +245,14 @@ def _wiring(
     baseline: Report,
     rules: GateRules,
 ) -> Part:
-    """Does the trainer still do what it did? By the conformance statements; else by the findings' evidence."""
+    """Does the trainer still do what it did? By the conformance statements; a report without one, as older versions
+    wrote them, by its findings' evidence."""
     if report.conformance is not None and baseline.conformance is not None:
         return _statements(report.conformance, baseline.conformance, rules)
     names = [n for n in now if n in then and n.partition(".")[0] in WIRING]
     if not names:
         return (), ()
+    # Evidence piece by piece, and what the findings' tables hold beside measured numbers.
     changes = [change for name in names for change in _changes(name, then[name], now[name])]
     changes += [
         change for name in names for change in _table_changes(then[name], now[name], report, baseline)
@@ -275,16 +272,12 @@ def _wiring(
             next_step="" if pieces else "make a baseline whose findings hold evidence",
         )
         return (finding,), ()
+    # The first change in words, all of them as a table.
     first = changes[0]
     table = Table(
         name="baseline.wiring",
         title="What changed in the wiring",
-        columns=(
-            Column(key="finding", title="finding"),
-            Column(key="what", title="what"),
-            Column(key="then", title="then"),
-            Column(key="now", title="now"),
-        ),
+        columns=declare_columns("finding | what | then | now"),
         rows=tuple((c.finding, c.what, c.before, c.now) for c in changes),
     )
     finding = Finding(
@@ -301,6 +294,7 @@ def _wiring(
 
 def _statements(now: Conformance, then: Conformance, rules: GateRules) -> Part:
     """The two conformance statements, fact by fact. An answer that only one side has is a change too."""
+    # The gate's policy decides what a change is worth, so the comparison's own outcomes are not kept.
     compared = compare_statements(then, now)
     changed = [finding for finding in compared.findings if finding.outcome != "pass"]
     facts = compared.table("facts")
@@ -324,7 +318,7 @@ def _statements(now: Conformance, then: Conformance, rules: GateRules) -> Part:
         name="baseline.wiring",
         outcome=rules.wiring_changes,
         fault="conformance-changed",
-        sentence="the wiring changed: " + _few([f"{each.name}: {each.sentence}" for each in changed]),
+        sentence="the wiring changed: " + shorten_list([f"{each.name}: {each.sentence}" for each in changed]),
         evidence=evidence,
         tables=("baseline.wiring",),
         next_step="if it was meant, make a new baseline; if not, look at what was merged since",
@@ -334,22 +328,13 @@ def _statements(now: Conformance, then: Conformance, rules: GateRules) -> Part:
 
 def _changes(name: str, then: Finding, now: Finding) -> Iterator[WiringChange]:
     """The pieces of evidence that differ. A piece of one side only differs too."""
-    before, after = dict(then.evidence), dict(now.evidence)
-    for what in [*before, *(key for key in after if key not in before)]:
-        if what not in NOT_WIRING and not same(before.get(what), after.get(what)):
-            yield WiringChange(name, what, before.get(what), after.get(what))
+    before, after = (
+        {what: value for what, value in side.evidence if what not in NOT_WIRING} for side in (then, now)
+    )
+    for what in list_changed_facts(before, after):
+        yield WiringChange(name, what, before.get(what), after.get(what))
     if then.fault != now.fault:
         yield WiringChange(name, "fault", then.fault, now.fault)
-
-
-def same(a: Value, b: Value) -> bool:
-    """Whether two pieces of evidence say the same: texts, flags and counts exactly, measured numbers nearly."""
-    if isinstance(a, float) or isinstance(b, float):
-        x, y = _float(a), _float(b)
-        if not (math.isfinite(x) and math.isfinite(y)):
-            return repr(x) == repr(y) and type(a) is type(b)
-        return abs(x - y) <= max(SAME_SIZE, SAME_SHARE * max(abs(x), abs(y)))
-    return a == b and type(a) is type(b)
 
 
 def _table_changes(then: Finding, now: Finding, report: Report, baseline: Report) -> Iterator[WiringChange]:
@@ -386,7 +371,7 @@ def _subject(report: Report, baseline: Report) -> Part:
         name="baseline.subject",
         outcome="warn" if other else "pass",
         evidence=evidence,
-        sentence=f"the two reports are about other things: {_few([f'{k}: {v}' for k, v in evidence])}"
+        sentence=f"the two reports are about other things: {shorten_list([f'{k}: {v}' for k, v in evidence])}"
         if other
         else f"both reports are about the same thing ({len(keys)} properties compared)",
         next_step="make a baseline of the same target, prompts and dtypes" if other else "",

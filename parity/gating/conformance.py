@@ -3,25 +3,28 @@
     save(conformance, Path("run/conformance.json"))
     report = compare_statements(read(old), read(new))
 
-Two statements are compared fact by fact. A fact that only one side has, or a probe that only one side
-answered, fails: what was not compared is no pass. Facts that move with the weights are no facts of the wiring
-(`MEASUREMENTS`).
+Two statements are compared fact by fact (`list_changed_facts`, which gate, watch and compare share). A fact that only
+one side has, or a probe that only one side answered, fails: what was not compared is no pass. Facts that move with the
+weights are no facts of the wiring (`MEASUREMENTS`).
 """
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from parity.errors import ParityError
+from parity.files import write_atomically
 from parity.reports import schema
-from parity.reports.record import Column, Conformance, Finding, Report, Statement, Table, Value
+from parity.reports.record import Conformance, Finding, Report, Statement, Table, Value, declare_columns
 
-RELATIVE = 5e-3
-"""Two measured numbers closer than this are the same fact. Probes ask the same synthetic rows with the same seeds, so
-that what differs is the trainer; half a percent is far below any wiring change and above rounding in bf16."""
+SAME_PART, SAME_SIZE, SAME_SHARE = 0.02, 1e-4, 5e-3
+"""Two measured numbers are the same fact where they differ by at most 2 % of the larger, or by at most 1e-4; two shares
+of a whole where they differ by at most half a percent of the whole. The smallest injected faults are far outside: gamma
+4 against 5 (25 %), and a term of 1 % KL (one percent of the whole). Rounding is inside: probes give the same synthetic
+rows and seeds each time, and what still moves are residuals near zero (a KL of 1e-13), which move by more than 2 % of
+themselves, and values fitted in bf16."""
 
 
 MEASUREMENTS = ("residual", "distance", "apart", "denominator", "unread")
@@ -33,8 +36,8 @@ the drafter was sure (unread). They move as the weights do; what the wiring is s
 
 
 SHARE = ".share."
-"""In the names of facts that are shares of a whole, 0 to 1: one that a side does not have is 0 there, and they are
-compared by their difference. A term at 1e-5, seen one time and not the next, is rounding."""
+"""In the names of facts that are shares of a whole, 0 to 1: one that a side does not have is 0 there. A term at 1e-5,
+seen one time and not the next, is rounding."""
 
 
 def is_measurement(fact: str) -> bool:
@@ -42,12 +45,44 @@ def is_measurement(fact: str) -> bool:
     return fact.rpartition(".")[2] in MEASUREMENTS
 
 
+def list_changed_facts(then: Mapping[str, Value], now: Mapping[str, Value]) -> list[str]:
+    """Return the names of the facts that are not the same in both: the one comparison of a wiring with another.
+
+    Gate, watch and compare all use it. A fact of one side only is a change too; measurements are left out.
+
+    Args:
+        then: facts by their dotted names, as a statement or a finding's evidence has them.
+        now: the same, of the later side.
+    """
+    names = [name for name in dict.fromkeys([*then, *now]) if not is_measurement(name)]
+    return [name for name in names if not _is_same_fact(name, then, now)]
+
+
+def _is_same_fact(name: str, then: Mapping[str, Value], now: Mapping[str, Value]) -> bool:
+    if SHARE in name:
+        shares = [side.get(name, 0.0) for side in (then, now)]
+        numbers = [float(share) for share in shares if isinstance(share, int | float)]
+        return len(numbers) == 2 and abs(numbers[0] - numbers[1]) <= SAME_SHARE
+    return name in then and name in now and is_same_value(then[name], now[name])
+
+
+def is_same_value(a: Value, b: Value) -> bool:
+    """Whether two values state the same: texts, flags and counts exactly, measured numbers within the tolerance."""
+    if not (isinstance(a, float) or isinstance(b, float)):
+        return a == b and type(a) is type(b)
+    numbers = [float(each) for each in (a, b) if isinstance(each, int | float) and not isinstance(each, bool)]
+    if len(numbers) < 2:
+        return False
+    x, y = numbers
+    if not (math.isfinite(x) and math.isfinite(y)):
+        return repr(x) == repr(y)
+    return abs(x - y) <= max(SAME_SIZE, SAME_PART * max(abs(x), abs(y)))
+
+
 def save_conformance(conformance: Conformance, file: Path) -> None:
     """Write it as JSON, whole or not at all."""
     text = json.dumps(schema.conformance_to_dict(conformance), indent=1, ensure_ascii=False)
-    temporary = file.with_name(file.name + ".writing")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, file)
+    write_atomically(file, text + "\n")
 
 
 def read_conformance(file: str | Path) -> Conformance:
@@ -81,38 +116,37 @@ def is_statement(file: str | Path) -> bool:
 
 
 def compare_statements(a: Conformance, b: Conformance) -> Report:
-    """What changed from statement `a` to statement `b`: a finding for each probe that either answered."""
+    """Compare statement `b` with an earlier statement `a`: a finding for each probe that answered in either.
+
+    Raises ParityError where neither has a statement.
+    """
     sides = [{statement.probe: statement for statement in side.statements} for side in (a, b)]
     names = list(dict.fromkeys([*sides[0], *sides[1]]))
     if not names:
         raise ParityError("compare two conformance statements", "no statement in either", "check again")
     findings, rows = list[Finding](), list[tuple[Value, ...]]()
     reasons = dict(a.unanswered), dict(b.unanswered)
+    # A probe that answered on one side only is a finding that fails: what was not compared is no pass.
     for name in names:
         pair = sides[0].get(name), sides[1].get(name)
         if pair[0] is None or pair[1] is None:
             side = 0 if pair[0] is None else 1
             why = reasons[side].get(name, "not in its list")
             sentence = f"statement {'AB'[side]} has no answer: {why}"
+            step = "check both sides with the same adapter and version"
             findings.append(
                 Finding(
-                    name=name,
-                    outcome="fail",
-                    sentence=sentence,
-                    fault="conformance-changed",
-                    next_step="check both sides with the same adapter and version",
-                )  # fmt: skip
+                    name=name, outcome="fail", sentence=sentence, fault="conformance-changed", next_step=step
+                )
             )
             continue
         findings.append(_finding(name, pair[0], pair[1]))
         rows += _rows(name, pair[0], pair[1])
-    columns = (("probe", "probe"), ("fact", "fact"), ("a", "A"), ("b", "B"), ("same", "same"))
+    # Every fact of both, also those that are not compared.
     table = Table(
         name="facts",
         title="Facts of both statements",
-        columns=tuple(
-            Column(key=key, title=title, kind="flag" if key == "same" else "text") for key, title in columns
-        ),
+        columns=declare_columns("probe | fact | a A | b B | same:flag"),
         rows=tuple(rows),
         caption="Measurements move with the weights: they are shown and not compared.",
         detail=all(finding.outcome == "pass" for finding in findings),
@@ -131,16 +165,13 @@ def compare_statements(a: Conformance, b: Conformance) -> Report:
 def _finding(name: str, a: Statement, b: Statement) -> Finding:
     """Whether one probe measured the same twice."""
     old, new = dict(a.facts), dict(b.facts)
-    compared = [fact for fact in dict.fromkeys([*old, *new]) if not is_measurement(fact)]
-    if not compared:
-        same = a.sentence == b.sentence
-        changed = [] if same else [f"{a.sentence} -> {b.sentence}"]
-    else:
-        changed = [
-            f"{fact}: {_format_fact(old.get(fact, 'absent'))} -> {_format_fact(new.get(fact, 'absent'))}"
-            for fact in compared
-            if not _is_unchanged(fact, old, new)
-        ]
+    changed = [
+        f"{fact}: {_format_fact(old.get(fact, 'absent'))} -> {_format_fact(new.get(fact, 'absent'))}"
+        for fact in list_changed_facts(old, new)
+    ]
+    # Without a fact that can be compared, the sentences have to be the same: nothing compared is no pass.
+    if all(is_measurement(fact) for fact in (*old, *new)) and a.sentence != b.sentence:
+        changed = [f"{a.sentence} -> {b.sentence}"]
     if not changed:
         return Finding(name=name, outcome="pass", sentence=f"unchanged: {b.sentence}")
     return Finding(
@@ -154,41 +185,20 @@ def _finding(name: str, a: Statement, b: Statement) -> Finding:
 
 
 def _rows(name: str, a: Statement, b: Statement) -> list[tuple[Value, ...]]:
+    """Rows of the table of facts: probe, fact, both values, and whether they are the same."""
     old, new = dict(a.facts), dict(b.facts)
+    changed = set(list_changed_facts(old, new))
     return [
         (
             name,
             fact,
             _format_fact(old.get(fact, "absent")),
             _format_fact(new.get(fact, "absent")),
-            None if is_measurement(fact) else _is_unchanged(fact, old, new),
-        )  # fmt: skip
+            None if is_measurement(fact) else fact not in changed,
+        )
         for fact in dict.fromkeys([*old, *new])
     ]
 
 
-def _is_unchanged(fact: str, old: Mapping[str, Value], new: Mapping[str, Value]) -> bool:
-    """Whether both sides have the same fact."""
-    if SHARE in fact:
-        shares = [side.get(fact, 0.0) for side in (old, new)]
-        numbers = [float(share) for share in shares if isinstance(share, int | float)]
-        return len(numbers) == 2 and abs(numbers[0] - numbers[1]) <= RELATIVE
-    return fact in old and fact in new and _same(old[fact], new[fact])
-
-
 def _format_fact(value: Value) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _same(a: Value, b: Value) -> bool:
-    """The same fact: numbers within RELATIVE, anything else equal."""
-    if (
-        isinstance(a, bool)
-        or isinstance(b, bool)
-        or not isinstance(a, int | float)
-        or not isinstance(b, int | float)
-    ):
-        return a == b
-    if math.isnan(a) and math.isnan(b):
-        return True
-    return math.isclose(a, b, rel_tol=RELATIVE, abs_tol=1e-12)

@@ -17,7 +17,7 @@ from typing import Literal
 from parity.environment import environment
 from parity.errors import NothingComparable, ParityError
 from parity.reports import schema
-from parity.reports.record import Column, Finding, Report, Table, Value
+from parity.reports.record import Finding, Report, Table, Value, declare_columns
 from parity.tracing.trace import MANIFEST, Manifest, read_manifest
 
 HERE = "here"
@@ -236,14 +236,7 @@ def _missing(name: str, side: EnvironmentSide) -> str | None:
     return "no CUDA" if side.devices and "cuda:0" not in side.pairs and name in only_with_a_gpu else None
 
 
-DIFFERENCE_COLUMNS = (
-    Column(key="rank", title="rank", kind="int"),
-    Column(key="name", title="what"),
-    Column(key="a", title="a"),
-    Column(key="b", title="b"),
-    Column(key="effect", title="can change"),
-    Column(key="why", title="why"),
-)
+DIFFERENCE_COLUMNS = declare_columns("rank:int | name what | a | b | effect can change | why")
 
 
 def environment_table(

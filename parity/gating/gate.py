@@ -1,4 +1,4 @@
-"""A saved report held against a policy and a baseline: what a merge may be stopped by.
+"""A saved report judged by a policy and a baseline: what a merge may be stopped by.
 
 The answer is a report of kind `gate`: the report's own findings, some with another outcome, and findings
 `policy.*` and `baseline.*` of the gate's own. It never turns a fail into a pass: an expected failure is a
@@ -14,10 +14,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from parity.errors import ParityError
-from parity.gating.baseline import JUDGED, against
+from parity.gating.baseline import compare_with_baseline, list_judged_taps
 from parity.policy import Bounds, ExpectedFailure, FindingRules, GateRules, Policy, TapLimits, matches
 from parity.reports import from_steps
 from parity.reports.record import Finding, Outcome, Report, Table, Value
+from parity.reports.words import shorten_list
 
 LIMIT_NOTE = {
     "min_cosine": ("cosine_min", "below"),
@@ -37,10 +38,18 @@ def gate(
     today: date | None = None,
     command: str = "parity.gate",
 ) -> Report:
-    """The gate's verdict on a report. `today` (UTC unless given) decides which expected failures have expired.
+    """Judge a report, and return the verdict as a report of kind `gate`.
 
-    Reports may be paths: report.json, its folder, or a training run's steps.jsonl. Raises ParityError where
-    one cannot be read, NothingComparable where the baseline has nothing in common with the report.
+    Args:
+        report: the record, or a path: report.json, its folder, or a training run's steps.jsonl.
+        policy: limits, allowed skips and expected failures; as a record, or a YAML or JSON file.
+        baseline: an earlier report of the same command, as `report`.
+        today: decides which expected failures have expired; UTC's day by default.
+        command: what the verdict names as its command.
+
+    Raises:
+        ParityError: where a file cannot be read.
+        NothingComparable: where the baseline has nothing in common with the report.
     """
     report = report if isinstance(report, Report) else from_steps.read_steps_report(report)
     if report.kind == "gate":
@@ -48,13 +57,14 @@ def gate(
     named = str(policy) if isinstance(policy, (str, Path)) else "given" if policy else "none"
     rules = Policy.load(Path(policy)) if isinstance(policy, (str, Path)) else policy or Policy()
     day = today or datetime.now(UTC).date()
+    # The report's own findings as the policy sees them, then what policy and baseline find themselves.
     findings = [_apply_policy(finding, rules.gate, day) for finding in report.findings]
     judged: dict[str, Outcome] = {finding.name: finding.outcome for finding in findings}
     findings += _policy_findings(report, rules)
     tables: tuple[Table, ...] = ()
     if baseline is not None:
         other = baseline if isinstance(baseline, Report) else from_steps.read_steps_report(baseline)
-        more, tables = against(report, other, judged=judged, rules=rules.gate)
+        more, tables = compare_with_baseline(report, other, judged=judged, rules=rules.gate)
         findings += more
     findings, unsaid = _no_pass_from_nothing(report, findings)
     subject: tuple[tuple[str, Value], ...] = (
@@ -89,6 +99,7 @@ def _no_pass_from_nothing(report: Report, findings: list[Finding]) -> tuple[list
 
 def _apply_policy(finding: Finding, rules: GateRules, day: date) -> Finding:
     """One finding of the report as the policy sees it. Its tables stay in the report."""
+    # What may be skipped and which warnings count as failures, then failures that are expected for now.
     finding = replace(finding, tables=())
     if finding.outcome == "skipped":
         if rules.skips is None or matches(finding.name, rules.skips):
@@ -128,7 +139,7 @@ def _entry(finding: Finding, expected: Sequence[ExpectedFailure]) -> ExpectedFai
 
 
 def _policy_findings(report: Report, policy: Policy) -> list[Finding]:
-    """What the policy asks beside the findings' own outcomes. Each rule answers for itself."""
+    """What the policy requires beside the findings' own outcomes: a finding for each of its rules."""
     found = [_tap_rule(glob, limits, report, policy) for glob, limits in policy.taps.items()]
     found += [_finding_rule(glob, rule, report) for glob, rule in policy.gate.findings.items()]
     names: dict[str, int] = {}
@@ -147,7 +158,8 @@ def _tap_rule(glob: str, limits: TapLimits, report: Report, policy: Policy) -> F
     """
     name = f"policy.taps {glob}"
     outside, count = [], 0
-    for where, tap, cells in _taps(report):
+    # A tap is judged by the first glob that matches it, and by no other.
+    for where, tap, cells in list_judged_taps(report):
         first = next((g for g in policy.taps if _names_tap(g, where, tap)), None)
         if first != glob:
             continue
@@ -175,31 +187,15 @@ def _tap_rule(glob: str, limits: TapLimits, report: Report, policy: Policy) -> F
             name=name,
             outcome="fail",
             evidence=evidence,
-            sentence=_few(outside),
+            sentence=shorten_list(outside, separator="; ", last="; and "),
             next_step="see that tap in the report's table; raise a limit only with a reason",
         )
     said = ", ".join(f"{key} {value:g}" for key, value in limits.model_dump(exclude_none=True).items())
     return Finding(name=name, outcome="pass", evidence=evidence, sentence=f"{count} taps are within {said}")
 
 
-def _few(texts: Sequence[str]) -> str:
-    return "; ".join(texts[:LISTED_FINDINGS]) + (
-        f"; and {len(texts) - LISTED_FINDINGS} more" if len(texts) > LISTED_FINDINGS else ""
-    )
-
-
 def _names_tap(glob: str, table: str, tap: str) -> bool:
     return fnmatchcase(tap, glob) or fnmatchcase(f"{table}/{tap}", glob)
-
-
-def _taps(report: Report) -> Iterator[tuple[str, str, dict[str, Value]]]:
-    """Table, tap and cells by column, of every tap that a comparison judged."""
-    for table in report.tables:
-        keys = [column.key for column in table.columns]
-        if set(keys) >= JUDGED:
-            for row in table.rows:
-                cells = dict(zip(keys, row, strict=True))
-                yield table.name, str(cells["tap"]), cells
 
 
 def _broken(limits: TapLimits, cells: dict[str, Value]) -> Iterator[str]:
@@ -220,7 +216,8 @@ def _broken(limits: TapLimits, cells: dict[str, Value]) -> Iterator[str]:
 
 
 def _finding_rule(glob: str, rule: FindingRules, report: Report) -> Finding:
-    """What one entry asks of the findings that it names: to be there, and evidence within bounds."""
+    """What one entry requires of the findings that it names: to be there, and evidence within bounds."""
+    # To be there at all.
     named = [finding for finding in report.findings if fnmatchcase(finding.name, glob)]
     answered = [finding for finding in named if finding.outcome != "skipped"]
     problems, checked = [], 0
@@ -228,6 +225,7 @@ def _finding_rule(glob: str, rule: FindingRules, report: Report) -> Finding:
         problems.append("names no finding of this report")
     elif rule.required and not answered:
         problems.append("is required, and was skipped")
+    # Evidence within its bounds; a number that is not there breaks them.
     for key, bounds in rule.evidence.items():
         values = [
             (finding.name, dict(finding.evidence)[key])
@@ -247,7 +245,7 @@ def _finding_rule(glob: str, rule: FindingRules, report: Report) -> Finding:
             name=name,
             outcome="fail",
             evidence=evidence,
-            sentence=_few(problems),
+            sentence=shorten_list(problems, separator="; ", last="; and "),
             next_step="see the finding in the report; names of findings and evidence are as the report writes them",
         )
     return Finding(

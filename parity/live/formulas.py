@@ -1,22 +1,28 @@
-"""Independent formulas that a running model's parts are held against: each part from its own inputs.
+"""Independent formulas that a running model's parts are compared with: each part from its own inputs.
 
 What a part received is what the formula receives, so that the answer is about that part alone. All in
 float64, from the papers' and the configuration's definitions, never from the code under test.
+
+Shapes: R rows of a batch, S tokens, H heads, W width of a head, D channels.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from parity.comparison.error import tensor_errors
 from parity.model.target import golden
 from parity.model.target.backends import OperatorCall
 from parity.model.target.load import Target
 
+Rounding = Callable[[Tensor], Tensor]
+"""Rounds a tensor as some precision does; gives float64."""
 EXPLAINS = 0.2
 """A policy explains a difference where it leaves less than this share of it."""
 
@@ -32,16 +38,26 @@ class FormulaError:
     onset: int
     """First token beyond the limit, or -1."""
     explained_by: str = ""
-    """The policy under which the formula gives what the part gave."""
+    """The policy or precision under which the formula gives what the part gave; empty where none does."""
+    kind: str = ""
+    """The kind of fault that it is then, where the explanation says one."""
 
 
-def formula_errors(a: Tensor, b: Tensor) -> Tensor:
-    """[tokens] |a - b| / |b| of two [tokens, ...] tensors in float64; a zero row of b counts by the rms of all."""
-    a, b = a.double().flatten(1), b.double().flatten(1)
-    size = b.norm(dim=1)
-    floor = 1e-6 * size.square().mean().sqrt()
-    error = (a - b).norm(dim=1) / torch.maximum(size, floor)
-    return torch.where(torch.isfinite(error), error, torch.full_like(error, math.inf))
+def _compare_with_formula(
+    part: str, layer: int, mine: Tensor, right: Tensor, limit: float
+) -> FormulaError | None:
+    """The difference of [S, ...] `mine` from the formula's `right`; None within the limit."""
+    errors = tensor_errors(mine, right, strict=True, floored=True)
+    worst = float(errors.max(initial=0.0))
+    return FormulaError(part, layer, worst, int((errors > limit).argmax())) if not worst <= limit else None
+
+
+def _explain(mine: Tensor, right: Tensor, variants: Mapping[str, Callable[[], Tensor]]) -> str:
+    """The variant of the formula that leaves the least of the difference, where that is little; or empty."""
+    whole = float((mine.double() - right).norm())
+    rest = {name: float((mine.double() - make().to(mine.device)).norm()) for name, make in variants.items()}
+    best = min(rest, key=lambda name: rest[name])
+    return best if whole and rest[best] < EXPLAINS * whole else ""
 
 
 def _l2(x: Tensor, eps: float) -> Tensor:
@@ -49,12 +65,18 @@ def _l2(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
 
 
-def _low(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def _low(dtype: torch.dtype) -> Rounding:
     return lambda x: x.to(dtype).double()
 
 
-def _delta(call: OperatorCall, *, eps: float | None = None, normalise: bool = True, **changed: Any) -> Tensor:
-    """The recurrence on a call's inputs, some of them changed; [tokens, heads, width] of the first row."""
+def _delta(
+    call: OperatorCall,
+    *,
+    eps: float | None = None,
+    normalise: bool = True,
+    **changed: Rounding,
+) -> Tensor:
+    """The recurrence on a call's inputs, some of them changed; [S, H, W] of the first row."""
     given = dict(call.inputs)
     names = {"q": "query", "k": "key", "v": "value"}
     parts = {short: given[long] for short, long in names.items()} | {"g": given["g"], "beta": given["beta"]}
@@ -119,31 +141,19 @@ def operator_formulas(
             mine = call.output[0].T
         else:
             right, mine = _delta(call, eps=1e-6), call.output[0]
-        errors = formula_errors(mine.cpu(), right.cpu())
-        worst, most = float(errors.max()), limit(call)
-        if worst <= most:
-            continue
         name = "the convolution" if call.operator == "conv" else "the delta rule"
-        why = "" if call.operator == "conv" else _explain_policy(call, mine, right)
-        found.append(FormulaError(name, call.layer, worst, int((errors > most).nonzero()[0]), why))
+        off = _compare_with_formula(name, call.layer, mine.cpu(), right.cpu(), limit(call))
+        if off is not None and call.operator != "conv":
+            policies = {name: partial(policy, call) for name, policy in POLICIES.items()}
+            off = replace(off, explained_by=_explain(mine, right, policies))
+        found += [off] if off is not None else []
     return found
-
-
-def _explain_policy(call: OperatorCall, mine: Tensor, right: Tensor) -> str:
-    """The policy that leaves the least, where that is little."""
-    whole = float((mine.double() - right).norm())
-    rest = {
-        name: float((mine.double() - policy(call).to(mine.device)).norm())
-        for name, policy in POLICIES.items()
-    }
-    best = min(rest, key=lambda name: rest[name])
-    return best if whole and rest[best] < EXPLAINS * whole else ""
 
 
 # --- projections -----------------------------------------------------------------------------------------
 
 
-def _cut(bits: int) -> Callable[[Tensor], Tensor]:
+def _cut(bits: int) -> Rounding:
     """Rounded to so many bits of significand."""
 
     def round_significand(x: Tensor) -> Tensor:
@@ -171,7 +181,7 @@ def _same(x: Tensor) -> Tensor:
     return x.double()
 
 
-PRODUCTS: dict[str, tuple[str, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+PRODUCTS: dict[str, tuple[str, Rounding, Rounding]] = {
     "inputs in int8, one scale a token": ("QUANT", _int8, _same),
     "inputs in float8, one scale a token": ("QUANT", _float8, _same),
     "inputs and weights in TF32": ("NUMERIC", _cut(10), _cut(10)),
@@ -181,44 +191,58 @@ PRODUCTS: dict[str, tuple[str, Callable[[Tensor], Tensor], Callable[[Tensor], Te
 """Precisions of a matrix product: kind, how the inputs and how the weights are rounded."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProjectionCall:
+    """One call of a linear module."""
+
+    name: str
+    layer: int
+    module: nn.Linear
+    input: Tensor
+    """[R, S, D of the input]"""
+    output: Tensor
+    """[R, S, D of the output]"""
+
+    def product(self, inputs: Rounding, weights: Rounding) -> Tensor:
+        """[R, S, D] weight times input plus bias in float64, each side rounded by a function."""
+        bias = 0 if self.module.bias is None else self.module.bias.double()
+        return inputs(self.input) @ weights(self.module.weight).T + bias
+
+
 @contextmanager
-def products(target: Target, most: int) -> Iterator[list[tuple[str, int, nn.Linear, Tensor, Tensor]]]:
+def products(target: Target, most: int) -> Iterator[list[ProjectionCall]]:
     """Record input and output of every projection of the first `most` layers, as the modules saw them."""
-    seen: list[tuple[str, int, nn.Linear, Tensor, Tensor]] = []
+    seen: list[ProjectionCall] = []
     with ExitStack() as stack:
         for index, layer in list(enumerate(target.layers))[:most]:
             for name, module in layer.named_modules():
                 if isinstance(module, nn.Linear):
 
-                    def note(m: Any, args: Any, out: Any, name: str = name, index: int = index) -> None:
-                        seen.append((name, index, m, args[0].detach().clone(), out.detach().clone()))
+                    def note(
+                        m: nn.Module,
+                        args: tuple[Tensor, ...],
+                        out: Tensor,
+                        name: str = name,
+                        layer: int = index,
+                    ) -> None:
+                        assert isinstance(m, nn.Linear)
+                        x, y = args[0].detach().clone(), out.detach().clone()
+                        seen.append(ProjectionCall(name, layer, m, x, y))
 
                     stack.callback(module.register_forward_hook(note).remove)
         yield seen
 
 
-def off_products(
-    seen: Sequence[tuple[str, int, nn.Linear, Tensor, Tensor]], limit: float
-) -> list[tuple[FormulaError, str]]:
+def off_products(seen: Sequence[ProjectionCall], limit: float) -> list[FormulaError]:
     """Projections whose output is not their weight times their input, with the precision that explains it."""
     found = []
-    for name, layer, module, x, out in seen:
-        bias = 0 if module.bias is None else module.bias.double()
-        right = x.double() @ module.weight.double().T + bias
-        errors = formula_errors(out[0], right[0])
-        if float(errors.max()) <= limit:
-            continue
-        whole = float((out.double() - right).norm())
-        rest = {
-            what: float((out.double() - (x_(x) @ w_(module.weight).T + bias)).norm())
-            for what, (_, x_, w_) in PRODUCTS.items()
-        }
-        best = min(rest, key=lambda what: rest[what])
-        known = rest[best] < EXPLAINS * whole
-        off = FormulaError(
-            name, layer, float(errors.max()), int((errors > limit).nonzero()[0]), best if known else ""
-        )
-        found.append((off, PRODUCTS[best][0] if known else ""))
+    for call in seen:
+        right = call.product(_same, _same)
+        off = _compare_with_formula(call.name, call.layer, call.output[0], right[0], limit)
+        if off is not None:
+            rounded = {what: partial(call.product, x, w) for what, (_, x, w) in PRODUCTS.items()}
+            why = _explain(call.output, right, rounded)
+            found.append(replace(off, explained_by=why, kind=PRODUCTS[why][0] if why else ""))
     return found
 
 
@@ -247,7 +271,7 @@ def rotary_tables(target: Target) -> Iterator[list[tuple[Tensor, Tensor]]]:
     seen: list[tuple[Tensor, Tensor]] = []
     modules = [m for name, m in target.model.named_modules() if name.split(".")[-1] == "rotary_emb"]
 
-    def note(_: Any, args: Any, out: Any) -> None:
+    def note(_: nn.Module, args: tuple[object, ...], out: object) -> None:
         if isinstance(out, tuple) and len(out) == 2:
             seen.append(
                 (out[0].reshape(-1, *out[0].shape[-2:])[0], out[1].reshape(-1, *out[1].shape[-2:])[0])

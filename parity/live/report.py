@@ -13,15 +13,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
 from parity.diagnosis.records import MEANING, Diagnosis
 from parity.errors import ParityError
 from parity.live.experiments import EXPERIMENTS
-from parity.live.harness import LAYERS, ExperimentResult, ExperimentTrial, Harness, layer_depth
-from parity.reports.record import Column, Finding, Report, Suspicion, Table, Value
+from parity.live.harness import LAYERS, Experiment, ExperimentResult, ExperimentTrial, Harness
+from parity.model.target.backends import device_map, isolate, missing, parse_backend
+from parity.model.target.load import Target, load_target
+from parity.model.target.spec import TargetSpec
+from parity.model.target.taps import select_taps
+from parity.reports.record import (
+    Finding,
+    Outcome,
+    Report,
+    Suspicion,
+    Table,
+    Value,
+    Verdict,
+    declare_columns,
+)
+from parity.tracing.trace import RequestEntry, layer_of
 
 TOKENS = 150
 """Tokens of the request where none is given: beyond two chunks of the delta rule."""
@@ -29,11 +43,11 @@ TOKENS = 150
 
 def experiments_for(kinds: Sequence[str]) -> tuple[str, ...]:
     """The experiments that can prove one of these kinds."""
-    return tuple(name for name, (_, proves) in EXPERIMENTS.items() if set(proves) & set(kinds))
+    return tuple(name for name, row in EXPERIMENTS.items() if set(row.proves) & set(kinds))
 
 
 def run_live(
-    model: Any,
+    model: str | Path | Target,
     *,
     ids: Sequence[int] | None = None,
     diagnosis: Diagnosis | None = None,
@@ -46,23 +60,35 @@ def run_live(
 ) -> Report:
     """Run the experiments on a model and report them; with a `diagnosis` of two kinds, decide between them.
 
-    `model` is a name, a folder, or a loaded `Target`. `ids` are the tokens to compute (about 150 seeded random ones
-    without). `only` names experiments. Computes in this process, where another backend may have been chosen
-    already; the call proof then fails the report. Raises ParityError for a model that cannot be loaded, too few
-    tokens, or an unknown experiment.
+    Computes in this process, where another backend may have been chosen already; the call proof then fails the report.
+
+    Args:
+        model: A name, a folder, or a loaded target.
+        ids: The tokens to compute; about 150 seeded random ones where none are given.
+        diagnosis: Of two dumps, which may have left two kinds of fault open.
+        only: Names of experiments; all by default.
+        dtype: The dtype to load the model in.
+        backend: The backend to compute on.
+        loader: The class of transformers that loads the model.
+        command: The command to state in the report.
+        progress: Called with experiments done, experiments in all, and the name of the next.
+
+    Raises:
+        ParityError: A model that cannot be loaded, too few tokens, or an unknown experiment.
     """
     began = time.perf_counter()
-    chosen = _chosen(only)
-    lab = _lab(model, ids, dtype, backend, loader)
+    chosen = _select_experiments(only)
+    lab = _prepare_harness(model, ids, dtype, backend, loader)
     results: list[ExperimentResult] = []
-    for number, name in enumerate(chosen):
+    for number, experiment in enumerate(chosen):
         if progress is not None:
-            progress(number, len(chosen), name)
-        results.append(EXPERIMENTS[name][0](lab))
+            progress(number, len(chosen), experiment.name)
+        results.append(experiment.run(lab))
+    # What decides between two kinds comes first, then a backend that did not run, then each experiment.
     findings = [result.finding for result in results]
     if lab.problems:
-        findings.insert(0, _not_proven(lab))
-    decision = _decision(diagnosis, results, chosen)
+        findings.insert(0, _report_wrong_backend(lab))
+    decision = _decide(diagnosis, results, chosen)
     if decision is not None:
         findings.insert(0, decision)
     return Report(
@@ -78,20 +104,20 @@ def run_live(
             ("taps", len(lab.taps)),
         ),
         findings=tuple(findings),
-        suspicions=_suspicions(results, chosen),
-        tables=(_trials([trial for result in results for trial in result.trials]),),
+        suspicions=_answer_suspicions(results, chosen),
+        tables=(_table_of_trials([trial for result in results for trial in result.trials]),),
         seconds=time.perf_counter() - began,
     )
 
 
-def _chosen(only: Sequence[str] | None) -> list[str]:
+def _select_experiments(only: Sequence[str] | None) -> list[Experiment]:
     names = list(EXPERIMENTS) if only is None else list(only)
     unknown = [name for name in names if name not in EXPERIMENTS]
     if unknown:
         raise ParityError(
             f"experiment {unknown[0]!r}", "no such experiment", f"use one of {', '.join(EXPERIMENTS)}"
         )
-    return names
+    return [EXPERIMENTS[name] for name in names]
 
 
 def prepare(backend: str = "torch") -> None:
@@ -99,8 +125,6 @@ def prepare(backend: str = "torch") -> None:
 
     Raises ParityError for a backend that cannot run on this machine.
     """
-    from parity.model.target.backends import isolate, missing, parse_backend
-
     choice = parse_backend(backend)
     why = missing(choice)
     if why:
@@ -121,33 +145,32 @@ def add_experiments(report: Report, experiments: Report) -> Report:
     )
 
 
-def tokens_of(requests: Sequence[Any], worst: str | None) -> tuple[int, ...]:
+def tokens_of(requests: Sequence[RequestEntry], worst: str | None) -> tuple[int, ...]:
     """Token ids of the request to experiment on: the one where the difference begins, else the longest."""
     chosen = next((entry for entry in requests if entry.id == worst), None)
     chosen = chosen or max(requests, key=lambda entry: len(entry.token_ids))
     return tuple(chosen.token_ids)
 
 
-def _lab(model: Any, ids: Sequence[int] | None, dtype: str, backend: str, loader: str) -> Harness:
+def _prepare_harness(
+    model: str | Path | Target, ids: Sequence[int] | None, dtype: str, backend: str, loader: str
+) -> Harness:
     """Load the model with the backend it is to run on."""
-    from parity.model.target.backends import device_map, parse_backend
-
     prepare(backend)
     choice = parse_backend(backend)
-    from parity.model.target.load import Target, TargetSpec, load_target, select_taps
-
-    target = model
-    if not isinstance(model, Target):
+    if isinstance(model, Target):
+        target = model
+    else:
         spec = TargetSpec(model=str(model), dtype=dtype, loader=loader, device_map=device_map(choice))
-        with _quiet():
+        with _hide_progress_bars():
             target = load_target(spec)
-    given = _ids(target, ids)
-    taps = [tap for tap in select_taps(target, None) if (layer := layer_depth(tap)) is None or layer < LAYERS]
+    given = _choose_tokens(target, ids)
+    taps = [tap for tap in select_taps(target, None) if (layer := layer_of(tap)) is None or layer < LAYERS]
     return Harness(target=target, backend=choice, ids=given, taps=tuple(taps))
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _hide_progress_bars() -> Iterator[None]:
     """Without transformers' progress bars: the report is what is to be read."""
     from transformers.utils import logging
 
@@ -160,7 +183,7 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _ids(target: Any, ids: Sequence[int] | None) -> tuple[int, ...]:
+def _choose_tokens(target: Target, ids: Sequence[int] | None) -> tuple[int, ...]:
     """The tokens of the experiments."""
     if ids is None:
         generator = np.random.default_rng(0)
@@ -176,8 +199,8 @@ def _ids(target: Any, ids: Sequence[int] | None) -> tuple[int, ...]:
     return given
 
 
-def _not_proven(lab: Harness) -> Finding:
-    """Another implementation ran than was asked for."""
+def _report_wrong_backend(lab: Harness) -> Finding:
+    """Another implementation ran than the requested one."""
     return Finding(
         name="live.proof",
         outcome="fail",
@@ -188,23 +211,23 @@ def _not_proven(lab: Harness) -> Finding:
     )
 
 
-def _decision(
-    diagnosis: Diagnosis | None, results: Sequence[ExperimentResult], chosen: Sequence[str]
+def _decide(
+    diagnosis: Diagnosis | None, results: Sequence[ExperimentResult], chosen: Sequence[Experiment]
 ) -> Finding | None:
     """Between two kinds: the one whose experiment fails here."""
     if diagnosis is None or len(diagnosis.kinds) < 2:
         return None
     kinds = set(diagnosis.kinds)
-    voices = [(name, r) for name, r in zip(chosen, results, strict=True) if kinds & set(r.proves)]
+    voices = [(row.name, r) for row, r in zip(chosen, results, strict=True) if kinds & set(r.proves)]
     # A warning is a known limit of a library, which every model of the family shows: it decides nothing.
     loud = [(name, r) for name, r in voices if r.finding.outcome == "fail"]
     known = [name for name, r in voices if r.finding.outcome == "warn"]
     found = [kind for kind in diagnosis.kinds if any(kind in r.proves for _, r in loud)]
     by = [name for name, _ in loud]
-    asked = experiments_for(diagnosis.kinds)
+    candidates = experiments_for(diagnosis.kinds)
     evidence: tuple[tuple[str, Value], ...] = (
         ("kinds", diagnosis.name),
-        ("experiments", ", ".join(asked)),
+        ("experiments", ", ".join(candidates)),
         ("fail here", ", ".join(by) or "none"),
     )
     if len(found) == 1:
@@ -218,7 +241,8 @@ def _decision(
             evidence=evidence,
             next_step=loud[0][1].finding.next_step,
         )
-    said = (
+    # Both fail, or neither: what to do differs.
+    why = (
         "both show here"
         if found
         else f"only what this library is known for shows here ({', '.join(known)})"
@@ -229,7 +253,7 @@ def _decision(
         name="live.decision",
         outcome="warn",
         fault=diagnosis.fault,
-        sentence=f"{diagnosis.name} is not decided: {said}",
+        sentence=f"{diagnosis.name} is not decided: {why}",
         evidence=evidence,
         next_step="run these experiments where the faulty side was computed"
         if not found
@@ -237,66 +261,34 @@ def _decision(
     )
 
 
-def _suspicions(results: Sequence[ExperimentResult], chosen: Sequence[str]) -> tuple[Suspicion, ...]:
-    """What a user may suspect, and what each experiment says to it."""
-    words: Mapping[str, str] = {
-        "padding": "padding changes the states",
-        "batch": "the batch or the run changes the states",
-        "packing": "packed documents see each other",
-        "split": "a cache loses or changes state",
-        "leftover": "one request leaves something for the next",
-        "crop": "rejected drafts stay in the cache",
-        "lengths": "a chunk's edge or the length changes the states",
-        "attention": "the attention mask or kernel is wrong",
-        "positions": "the positions are wrong",
-        "operators": "a linear-attention kernel is wrong",
-        "projections": "projections run in lower precision",
-    }
-    found = []
-    for name, result in zip(chosen, results, strict=True):
-        outcome = result.finding.outcome
-        verdict = (
-            "ruled out" if outcome == "pass" else "found" if outcome in ("fail", "warn") else "not tested"
+def _answer_suspicions(
+    results: Sequence[ExperimentResult], chosen: Sequence[Experiment]
+) -> tuple[Suspicion, ...]:
+    """What a user may suspect, and what each experiment states about it."""
+    verdicts: Mapping[Outcome, Verdict] = {"pass": "ruled out", "fail": "found", "warn": "found"}
+    return tuple(
+        Suspicion(
+            name=row.suspicion,
+            verdict=verdicts.get(result.finding.outcome, "not tested"),
+            because=result.finding.sentence,
+            findings=(result.finding.name,),
         )
-        found.append(
-            Suspicion(
-                name=words[name],
-                verdict=verdict,  # type: ignore[arg-type]
-                because=result.finding.sentence,
-                findings=(result.finding.name,),
-            )
-        )
-    return tuple(found)
+        for row, result in zip(chosen, results, strict=True)
+    )
 
 
-def _trials(trials: Sequence[ExperimentTrial]) -> Table:
+def _table_of_trials(trials: Sequence[ExperimentTrial]) -> Table:
     """Every computation of every experiment."""
     rows: list[tuple[Value, ...]] = []
     for trial in trials:
         gap = trial.gap
-        rows.append(
-            (trial.experiment, trial.what, None, None, None, None, "skipped", trial.because)
-            if gap is None
-            else (
-                trial.experiment,
-                trial.what,
-                gap.tap,
-                gap.onset,
-                gap.error,
-                gap.limit,
-                "pass" if gap.within else "fail",
-                "",
-            )
-        )
-    columns = (
-        Column(key="experiment", title="experiment"),
-        Column(key="trial", title="trial"),
-        Column(key="tap", title="first tap outside, or nearest"),
-        Column(key="token", title="token", unit="position", kind="int"),
-        Column(key="error", title="worst token", unit="relative L2", kind="float"),
-        Column(key="limit", title="limit", kind="float"),
-        Column(key="outcome", title="outcome", kind="outcome"),
-        Column(key="because", title="because"),
+        numbers: tuple[Value, ...] = (None, None, None, None, "skipped", trial.because)
+        if gap is not None:
+            numbers = (gap.tap, gap.onset, gap.error, gap.limit, "pass" if gap.within else "fail", "")
+        rows.append((trial.experiment, trial.what, *numbers))
+    columns = declare_columns(
+        "experiment | trial | tap first tap outside, or nearest | token:int (position) | "
+        "error:float worst token (relative L2) | limit:float | outcome:outcome | because"
     )
     return Table(
         name="live.trials",

@@ -10,10 +10,8 @@ capture is resumed at the request. Nothing in a trace is executed: no pickle, no
 """
 
 import hashlib
-import json
 import os
 import re
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from parity.errors import ParityError
+from parity.files import WRITING, replace_atomically, write_atomically
+from parity.reading import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -67,14 +67,17 @@ class TapInfo(_Record):
     meaning: str
 
 
+TokenOrigin = Literal["tokenizer", "given", "server", "retokenised"]
+"""tokenizer: our own tokenisation of the prompt; given: ids in the prompt file; server: the server's own ids;
+retokenised: a server's text, tokenised again here, which need not be the same."""
+
+
 class RequestEntry(_Record):
     """One request: what was fed to the model, and where its token ids came from."""
 
     id: str
     token_ids: tuple[int, ...]
-    origin: Literal["tokenizer", "given", "server", "retokenised"]
-    """tokenizer: our own tokenisation of the prompt; given: ids in the prompt file; server: the
-    server's own ids; retokenised: a server's text, tokenised again here, which need not be the same."""
+    origin: TokenOrigin
     prompt_tokens: int
     """How many of the tokens are the prompt; the rest is the completion."""
     token_texts: tuple[str, ...]
@@ -229,6 +232,16 @@ class Trace:
             )
         return self._taps[name]
 
+    def depth(self, tap: str) -> int:
+        """How many stages rounded before the tap: `tap_depth`, and 1 where each layer was fed another trace's input.
+
+        Raises ParityError for an unknown name.
+        """
+        layer = self.tap(tap).layer
+        if self.manifest.mode.endswith("+local"):
+            return 1
+        return tap_depth(tap, self.manifest.target.layers, layer)
+
     def request(self, request_id: str) -> RequestEntry:
         """The request's entry. Raises ParityError for an unknown id."""
         if request_id not in self._requests:
@@ -318,6 +331,28 @@ class Trace:
             ) from error
 
 
+def layer_of(tap: str) -> int | None:
+    """The 0-based decoder layer that a tap's name says, or None: `layer.16.out` -> 16."""
+    return int(tap.split(".")[1]) if tap.startswith("layer.") else None
+
+
+def tap_depth(tap: str, layers: int, layer: int | None = None) -> int:
+    """How many stages rounded the states at a tap, each of which adds to the floor of a comparison.
+
+    The embedding is a look-up and rounds nothing (0), decoder layer i is stage i + 1, and what follows the last layer
+    (final norm, logits) is one more.
+
+    Args:
+        tap: Its name.
+        layers: How many decoder layers the target has.
+        layer: The 0-based decoder layer it belongs to, where that is known otherwise than by its name.
+    """
+    layer = layer_of(tap) if layer is None else layer
+    if layer is not None:
+        return layer + 1
+    return 0 if tap.startswith("embed") else layers + 1
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read and validate a trace's manifest. Raises ParityError with what is wrong in words."""
     file = folder / MANIFEST
@@ -330,12 +365,7 @@ def read_manifest(folder: Path) -> Manifest:
             )
         found = "a folder without manifest.json" if folder.is_dir() else "no such folder"
         raise ParityError(f"the trace {folder}", found, "name a folder that `parity capture --out` wrote")
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ParityError(
-            f"the manifest {file}", f"no readable JSON ({error})", "capture the trace again"
-        ) from error
+    data = read_json(file, f"the manifest {file}", "capture the trace again")
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema not in (TRACE_SCHEMA, SKETCH_SCHEMA):
         raise ParityError(
@@ -389,7 +419,7 @@ class TraceWriter:
                     "remove that folder, or choose another --out",
                 )
             with _explain_refusals(self.out):
-                write_atomically(mark, fingerprint.encode())
+                write_atomically(mark, fingerprint, durable=True)
         self.entries: dict[str, RequestEntry] = {}
         self.refresh()
 
@@ -433,13 +463,12 @@ class TraceWriter:
             )
         shard = f"request-{len(self.entries) if position is None else position:06d}.safetensors"
         entry = entry.model_copy(update={"shard": shard, "rows": len(entry.token_ids)})
-        temporary = self.partial / (shard + ".writing")
         metadata = {"request": entry.model_dump_json(), "fingerprint": self.fingerprint} | (
             {"proof": proof.model_dump_json()} if proof else {}
         )
         with _explain_refusals(self.out):
-            save_file(_unshare({**tensors, **(further or {})}), temporary, metadata=metadata)
-            os.replace(temporary, self.partial / shard)
+            with replace_atomically(self.partial / shard) as temporary:
+                save_file(_unshare({**tensors, **(further or {})}), temporary, metadata=metadata)
         self.entries[entry.id] = entry
 
     def finish(self, manifest: Manifest) -> Trace:
@@ -466,9 +495,10 @@ class TraceWriter:
                 else manifest.backend,
             }
         )
-        for file in self.partial.glob("*.writing"):
+        for file in self.partial.glob(f"*{WRITING}"):
             file.unlink()
-        write_atomically(self.partial / MANIFEST, manifest.model_dump_json(by_alias=True, indent=1).encode())
+        content = manifest.model_dump_json(by_alias=True, indent=1)
+        write_atomically(self.partial / MANIFEST, content, durable=True)
         os.replace(self.partial, self.out)
         (self.out / "fingerprint").unlink(
             missing_ok=True
@@ -542,14 +572,3 @@ def _unshare(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]
         result[name] = tensor.clone() if storage in seen else tensor
         seen.add(storage)
     return result
-
-
-def write_atomically(file: Path, content: bytes) -> None:
-    """Write a file so that a reader, or a crash, never sees half of it."""
-    # A name of its own: two ranks that begin one trace write the same file at the same time.
-    temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}.writing")
-    with temporary.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)

@@ -7,11 +7,12 @@ there is one rank and nothing is exchanged.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 from parity.reports.record import WORST_FIRST, Finding, Value
 
 Numbers = Sequence[tuple[str, Value]]
+Gathered = TypeVar("Gathered")
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -24,18 +25,18 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def is_first() -> bool:
-    """Whether this rank writes and speaks."""
+    """Whether this rank is the one that writes and prints."""
     return rank_and_world()[0] == 0
 
 
-def gather_from_ranks(value: Any) -> list[Any]:
+def gather_from_ranks(value: Gathered) -> list[Gathered]:
     """Every rank's value, in the order of ranks."""
     _, world = rank_and_world()
     if world == 1:
         return [value]
     import torch.distributed as dist
 
-    found: list[Any] = [None] * world
+    found = [value] * world  # each place is written by its rank
     dist.all_gather_object(found, value)
     return found
 
@@ -43,7 +44,13 @@ def gather_from_ranks(value: Any) -> list[Any]:
 def merge_ranks(
     numbers: Numbers, sizes: Mapping[str, int], findings: Sequence[Finding]
 ) -> tuple[list[tuple[str, Value]], list[Finding]]:
-    """The same numbers and findings on every rank. sizes: of the tensors whose mean and std are among the numbers."""
+    """The same numbers and findings on every rank; every rank has to call this.
+
+    Args:
+        numbers: this rank's, by dotted name.
+        sizes: name -> values of each tensor whose mean and std are among the numbers.
+        findings: this rank's.
+    """
     if rank_and_world()[1] == 1:
         return list(numbers), list(findings)
     parts = gather_from_ranks((list(numbers), dict(sizes), list(findings)))
@@ -53,9 +60,10 @@ def merge_ranks(
 
 
 def _merged_numbers(parts: Sequence[tuple[Numbers, Mapping[str, int]]]) -> list[tuple[str, Value]]:
-    """A number that several ranks have is their mean; of a tensor's it is the moment of all ranks' values together.
+    """The numbers of all ranks as one.
 
-    What is no float, and what only one rank has, stays as the first rank has it.
+    A float is the mean of those that several ranks have; a tensor's mean and std are those of all ranks' values
+    together. What is no float, and what only one rank has, stays as the first rank has it.
     """
     ranks = [(dict(numbers), sizes) for numbers, sizes in parts]
     names = list(dict.fromkeys(name for numbers, _ in ranks for name in numbers))
@@ -68,6 +76,7 @@ def _merged_numbers(parts: Sequence[tuple[Numbers, Mapping[str, int]]]) -> list[
             continue
         tensor, _, moment = name.rpartition(".")
         weights = [sizes.get(tensor, 1) for _, sizes in holders]
+        # The variance of all values is the mean of squares less the square of the mean.
         if moment == "std" and all(tensor in sizes for _, sizes in holders):
             means = [_number(numbers[f"{tensor}.mean"]) for numbers, _ in holders]
             squares = _mean([_number(s) ** 2 + m**2 for s, m in zip(values, means, strict=True)], weights)
@@ -88,7 +97,7 @@ def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
 
 
 def _merged_findings(parts: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Each name once, as the rank with the worst outcome has it; which one is said where it is not the first."""
+    """Each name once, as the rank with the worst outcome has it; the sentence names a rank but the first."""
     names = list(dict.fromkeys(finding.name for part in parts for finding in part))
     merged = []
     for name in names:

@@ -22,15 +22,16 @@ import torch
 from torch import Tensor
 
 from parity.capturing.client import Worker, capture_with
+from parity.comparison.error import cosine_gaps, tensor_errors
 from parity.comparison.tolerance import Limit, coarsest, rms, rules_for
-from parity.live.harness import REGROUPED, row_errors
-from parity.model.target.load import forward
+from parity.live.harness import REGROUPED
+from parity.model.target.forward import forward
 from parity.model.training.states import OnlineStates, SyntheticStates, taps_of, target_spec
 from parity.model.training.step import StepOutput
 from parity.model.training.trainer import Trainer
 from parity.probes.deviations import deviation
 from parity.reports.record import Finding, Value
-from parity.tracing.trace import Trace
+from parity.tracing.trace import Trace, layer_of, tap_depth
 from parity.watching.ranks import is_first
 
 FINAL_TAPS = ("final.prenorm", "final.postnorm")
@@ -135,7 +136,7 @@ class StateRecapture:
         outside: list[str] = []
         worst = (0.0, "", 0.0, Limit(0.0, 0.0))
         for name, own in given.states.items():
-            error, gap = row_errors(own, made[name].cpu()), _gaps(own, made[name].cpu())
+            error, gap = tensor_errors(own, made[name].cpu()), cosine_gaps(own, made[name].cpu())
             size, limit = rms(error), self.limit(name, own, made[name])
             numbers.append((f"{RECAPTURE_NAME}.{name}.relative_l2", size))
             numbers.append((f"{RECAPTURE_NAME}.{name}.cosine", float(1 - gap.max(initial=0.0))))
@@ -167,16 +168,10 @@ class StateRecapture:
 
     def limit(self, tap: str, a: Tensor, b: Tensor) -> Limit:
         """Of the root mean square over tokens, and of the worst token."""
-        layer = int(tap.split(".")[1]) if tap.startswith("layer.") else None
         dtype = coarsest(*(str(each.dtype).removeprefix("torch.") for each in (a, b)))
-        rules = rules_for(tap, dtype, self.layers + 1 if layer is None else layer + 1)
+        rules = rules_for(tap, dtype, tap_depth(tap, self.layers))
         times = REGROUPED if rules.gate == "semantic" else 1.0
         return Limit(rules.limit.rms * times, rules.limit.token * times)
-
-
-def _gaps(a: Tensor, b: Tensor) -> Any:
-    """[T] 1 - cosine, in float64."""
-    return (1 - torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=-1)).numpy()
 
 
 def _name_fault(
@@ -186,13 +181,13 @@ def _name_fault(
     really: dict[str, str] = {}
     for name in outside:
         own = given.states[name]
-        near = min(made, key=lambda tap: rms(row_errors(own, made[tap])))
-        if rms(row_errors(own, made[near])) <= self.limit(near, own, made[near]).rms:
+        near = min(made, key=lambda tap: rms(tensor_errors(own, made[tap])))
+        if rms(tensor_errors(own, made[near])) <= self.limit(near, own, made[near]).rms:
             really[name] = near
     rolled = all(
         min(
-            rms(row_errors(given.states[n][1:], made[n][:-1])),
-            rms(row_errors(given.states[n][:-1], made[n][1:])),
+            rms(tensor_errors(given.states[n][1:], made[n][:-1])),
+            rms(tensor_errors(given.states[n][:-1], made[n][1:])),
         )
         <= self.limit(n, given.states[n], made[n]).rms
         for n in outside
@@ -200,15 +195,12 @@ def _name_fault(
     )
     if really and len(really) == len(outside):
         words = ", ".join(f"{name} is {tap}" for name, tap in really.items())
-        by = {_layer(tap) - _layer(name) for name, tap in really.items()}
+        places = [(layer_of(tap), layer_of(name)) for name, tap in really.items()]
+        by = {None if None in (tap, name) else tap - name for tap, name in places}  # type: ignore[operator]
         return ("layer-shift" if by in ({1}, {-1}) else "layer-wrong"), words
     if rolled and len(given.tokens) > 1:
         return "capture-rows", f"{outside[0]} equals its own row one token beside"
     return "capture-differs", f"{outside[0]} is no layer of the target"
-
-
-def _layer(tap: str) -> int:
-    return int(tap.split(".")[1]) if tap.startswith("layer.") else 10**6
 
 
 def _skip_finding(why: str) -> Finding:

@@ -2,18 +2,27 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from parity.errors import ParityError
 from parity.reports import step_log
 from parity.reports.record import WORST_FIRST, Finding, StepReport
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+Samples = Mapping[str, "NDArray[np.floating]"]
+"""Name -> up to 1,000 values of a tensor of the step, for histograms."""
+
 
 class Sink(Protocol):
-    """Hears every step report as it is made."""
+    """Receives every step report as it is made."""
 
-    def write(self, report: StepReport, samples: Mapping[str, Any]) -> None:
-        """samples: name -> up to 1,000 values of a tensor of the step, for histograms."""
+    def write(self, report: StepReport, samples: Samples) -> None:
+        """Take one report, with the samples of its step."""
 
     def close(self) -> None:
         """After the last."""
@@ -26,7 +35,7 @@ class JsonLines:
         out.mkdir(parents=True, exist_ok=True)
         self.file = out / step_log.STEP_LOG_NAME
 
-    def write(self, report: StepReport, samples: Mapping[str, Any]) -> None:
+    def write(self, report: StepReport, samples: Samples) -> None:
         """Append one line."""
         step_log.append(self.file, report)
 
@@ -44,9 +53,9 @@ class TensorBoardSink:
         except ImportError as error:
             do = "pip install 'drafter-parity[tensorboard]'"
             raise ParityError("step reports in TensorBoard", f"no tensorboard ({error})", do) from error
-        self.writer: Any = SummaryWriter(str(out / "tensorboard"))
+        self.writer: SummaryWriter = SummaryWriter(str(out / "tensorboard"))
 
-    def write(self, report: StepReport, samples: Mapping[str, Any]) -> None:
+    def write(self, report: StepReport, samples: Samples) -> None:
         """Every number of the report under watch/, and what can be drawn as a histogram."""
         for name, value in report.values:
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -60,39 +69,44 @@ class TensorBoardSink:
 
 
 class TerminalPanel:
-    """The last step report on a terminal, and a line for each finding that begins to say something.
+    """The last step report on a terminal, and a line for each finding whose outcome is new and not good.
 
     Where there is no terminal, the lines alone. Inside another live display it is a renderable of rich.
     """
 
-    def __init__(self, console: Any = None, *, alone: bool = True) -> None:
-        """console: rich's, standard error where none is given. alone: keeps a live display of its own."""
+    def __init__(self, console: "Console | None" = None, *, alone: bool = True) -> None:
+        """Take a terminal over.
+
+        Args:
+            console: rich's; standard error where none is given.
+            alone: keep a live display of its own.
+        """
         from rich.console import Console
 
         self.console = console or Console(stderr=True)
         self.last: StepReport | None = None
-        self._live: Any = None
-        self._said: dict[str, tuple[str, str | None]] = {}
+        self._live: Live | None = None
+        self._reported: dict[str, tuple[str, str | None]] = {}
         if alone and self.console.is_terminal:
-            from rich.live import Live
+            from rich.live import Live as Display
 
-            self._live = Live(self, console=self.console, transient=True, auto_refresh=False)
+            self._live = Display(self, console=self.console, transient=True, auto_refresh=False)
             self._live.start()
 
-    def write(self, report: StepReport, samples: Mapping[str, Any]) -> None:
+    def write(self, report: StepReport, samples: Samples) -> None:
         """Show the step's main numbers and its worst findings."""
         self.last = report
         for finding in _loud(report):
-            if self._said.get(finding.name) != (finding.outcome, finding.fault):
+            if self._reported.get(finding.name) != (finding.outcome, finding.fault):
                 text = f"step {report.step}: {finding.outcome.upper()} {finding.name}: {finding.sentence}"
                 self.console.print(
                     text, highlight=False, markup=False, soft_wrap=not self.console.is_terminal
                 )
-        self._said = {finding.name: (finding.outcome, finding.fault) for finding in report.findings}
+        self._reported = {finding.name: (finding.outcome, finding.fault) for finding in report.findings}
         if self._live is not None:
             self._live.refresh()
 
-    def __rich__(self) -> Any:
+    def __rich__(self) -> "RenderableType":
         from rich.panel import Panel as Box
         from rich.text import Text
 
@@ -128,7 +142,7 @@ WIDEST = 16
 
 
 def _loud(report: StepReport) -> list[Finding]:
-    """Findings that say something, worst first."""
+    """Findings that warn or fail, worst first."""
     loud = [finding for finding in report.findings if finding.outcome in ("error", "fail", "warn")]
     return sorted(loud, key=lambda finding: WORST_FIRST.index(finding.outcome))
 

@@ -1,27 +1,27 @@
-"""What the built-in trainer's own step shows: its states, its gradients at fc and at the head, its slots.
+"""What a step of the built-in trainer contains: its states, its gradients at fc and at the head, its slots.
 
-Nothing is computed twice: the step's forward and backward have been, the gradients are read where they arrived. Which
-weight each slot has is measured, not looked up: the gradient at the head's input is held against what the recipe's
-terms leave there at weight 1 (as the loss probe does on its own row), for a few blocks of the real one.
+Nothing is computed twice: forward and backward are over, and the gradients are read where they arrived. The weight of
+each slot is measured, not looked up: the gradient at the head's input is compared with what the recipe's terms leave
+there at weight 1 (as the loss probe does on its own row), for a few blocks of the real row.
 
-Shapes: S tokens of a row, A anchors, B slots, n slots looked at, D width, V the draft's vocabulary.
+Shapes: S tokens of a row, A anchors, B slots, n slots examined, D width, V the draft's vocabulary.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from parity.model.training.loss import LossConfig
 from parity.model.training.step import StepOutput
 from parity.probes.deviations import deviation
-from parity.probes.instruments.loss.head_gradient import term_values
+from parity.probes.instruments.loss.head_gradient import compute_term_values
 from parity.probes.instruments.loss.mixture import explain
-from parity.reports.record import Column, Finding, Table, Value
+from parity.reports.record import Finding, Table, Value, declare_columns
 from parity.watching.values import StepValues, norm_of
 
 SLOT_LIMIT = 64
-"""Slots looked at, at most: whole blocks, evenly spaced."""
+"""Slots examined, at most: whole blocks, evenly spaced."""
 PIECE = 1 << 25
 """Numbers of the head brought to float64 at once: 256 MiB."""
 FLOOR, ROUNDINGS = 1e-6, 4.0
@@ -32,7 +32,8 @@ CERTAIN_SHARE = 0.05
 
 @torch.no_grad()
 def read_step(values: StepValues, output: StepOutput) -> None:
-    """Every tensor of the step, signal to noise and influence of each conditioning slice, the anchors' reach."""
+    """Put a step's numbers into `values`: its tensors, each conditioning slice's signal to noise and influence, and how
+    many supervised tokens the anchors reach."""
     captured, made = output.captured, output.objective
     divide = made.denominator.clamp(min=torch.finfo(made.denominator.dtype).tiny)
     values.describe("captured", captured.states)
@@ -42,6 +43,7 @@ def read_step(values: StepValues, output: StepOutput) -> None:
         values.describe("teacher", output.teacher.states)
     values.describe("hidden.gradient", output.hidden.grad)
     values.describe("fc_input.gradient", output.fc_input.grad)
+    # Each slice of fc's input: noise against the clean state, and how far the loss depends on it.
     width = captured.states.shape[2]
     for index in range(captured.conditioning):
         part, tap = slice(index * width, (index + 1) * width), captured.taps[index]
@@ -50,6 +52,7 @@ def read_step(values: StepValues, output: StepOutput) -> None:
         values.put(f"{tap}.snr", torch.where(noise > 0, norm_of(clean) / noise, torch.inf))
         if output.fc_input.grad is not None:
             values.put(f"{tap}.influence", norm_of(output.fc_input.grad[:, part]) / divide)
+    # Of the tokens with a loss, how many are an anchor or in a block behind one.
     many = output.batch.loss_mask.sum().clamp(min=1)
     values.put("anchors.count", len(output.anchors))
     values.put("anchors.share", len(output.anchors) / many)
@@ -58,13 +61,16 @@ def read_step(values: StepValues, output: StepOutput) -> None:
 
 
 def read_slots(output: StepOutput) -> tuple[list[tuple[str, Value]], list[Finding], list[Table]]:
-    """Weights of the slots and shares of the terms, from the gradient at the head's input; nothing where there is none.
+    """Weights of the slots and shares of the terms, from the gradient at the head's input.
 
-    The finding fails where the recipe's terms do not explain that gradient to rounding.
+    Returns:
+        (numbers, findings, tables), empty where there is no gradient. The finding fails where the recipe's terms do
+        not explain that gradient to rounding.
     """
     looked = _StepSlots.of(output)
     if looked is None:
         return [], [], []
+    # Each slot's weight is the factor of its gradient along the recipe's mixture; what is left over is unexplained.
     columns = looked.columns(output.loss_config)
     mixed = sum((factor * columns[name] for name, factor in output.loss_config.terms.items()))
     assert isinstance(mixed, Tensor)
@@ -79,9 +85,9 @@ def read_slots(output: StepOutput) -> tuple[list[tuple[str, Value]], list[Findin
         if len(own):
             numbers.append((f"slot.{slot}.weight", float(own.mean())))
             rows.append((slot, float(own.mean()), float(own.min()), float(own.max()), len(own)))
-    shares, said = _shares(looked, columns, output.loss_config.terms, limit)
+    shares, words = _shares(looked, columns, output.loss_config.terms, limit)
     numbers += shares
-    return numbers, [_judge_slots(float(left), limit, len(looked.slot), said)], [_table(rows)]
+    return numbers, [_judge_slots(float(left), limit, len(looked.slot), words)], [_table(rows)]
 
 
 def _shares(
@@ -97,11 +103,11 @@ def _shares(
     return [(f"loss.step.{name}.share", share) for name, share in fit.shares.items()], words
 
 
-def _judge_slots(left: float, limit: float, many: int, said: str) -> Finding:
+def _judge_slots(left: float, limit: float, many: int, words: str) -> Finding:
     numbers = f"residual {left:.1g}, limit {limit:.1g}, {many} slots of the step"
     evidence: tuple[tuple[str, Value], ...] = (("residual", left), ("limit", limit), ("slots", many))
     if left <= limit:
-        sentence = f"the step's own gradient at the head is that of the recipe's terms, {said} ({numbers})"
+        sentence = f"the step's own gradient at the head is that of the recipe's terms, {words} ({numbers})"
         return Finding(name="step.loss", outcome="pass", sentence=sentence, evidence=evidence)
     row = deviation("loss-unrecognised")
     return Finding(
@@ -118,12 +124,8 @@ def _table(rows: list[tuple[Value, ...]]) -> Table:
     return Table(
         name="slots",
         title="Weight of each slot, from the step's own gradient",
-        columns=(
-            Column(key="slot", title="slot", kind="int"),
-            Column(key="weight", title="mean weight", kind="float"),
-            Column(key="least", title="least", kind="float"),
-            Column(key="most", title="most", kind="float"),
-            Column(key="slots", title="slots looked at", kind="int"),
+        columns=declare_columns(
+            "slot:int | weight:float mean weight | least:float | most:float | slots:int slots looked at"
         ),
         rows=tuple(rows),
         detail=True,
@@ -131,7 +133,7 @@ def _table(rows: list[tuple[Value, ...]]) -> Table:
 
 
 class _StepSlots:
-    """n supervised slots of a step: what stands there, and the gradient that arrived."""
+    """n supervised slots of a step: states [n, D], labels [n], and the gradient [n, D] that arrived at them."""
 
     def __init__(self, output: StepOutput, blocks: Tensor) -> None:
         on = output.supervision_mask[blocks]
@@ -172,7 +174,7 @@ class _StepSlots:
             at += len(piece)
         return made
 
-    def columns(self, config: Any) -> dict[str, Tensor]:
+    def columns(self, config: LossConfig) -> dict[str, Tensor]:
         """Term -> [n, D] its gradient at the head's input, with weight 1; by autograd from its value."""
         logits = self._logits(self.own)
         made = {}
@@ -183,7 +185,9 @@ class _StepSlots:
                 log_p = (
                     None if name == "ce" or self.teacher is None else (self.teacher / heat).log_softmax(-1)
                 )
-                return term_values(name, (at / heat).log_softmax(-1), self.labels, log_p, config.lk_eta).sum()
+                return compute_term_values(
+                    name, (at / heat).log_softmax(-1), self.labels, log_p, config.lk_eta
+                ).sum()
 
             made[name] = self._through_head(_slope(value, logits)).cpu()
         return made

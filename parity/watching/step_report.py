@@ -12,7 +12,7 @@ from parity.gating.conformance import compare_statements
 from parity.model.recipe.config import Recipe
 from parity.probes.adapters.base import Adapter
 from parity.probes.ask import conformance
-from parity.probes.subject import query_adapter
+from parity.probes.query import query_adapter
 from parity.probes.table import TABLE
 from parity.reports.from_steps import steps_report
 from parity.reports.record import Conformance, Finding, Report, Statement, StepReport, Table, Value

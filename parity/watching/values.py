@@ -1,24 +1,30 @@
-"""What a training step shows without being asked anything: numbers read from tensors that are there anyway.
+"""Numbers of a training step that need no further computation of the model: read from tensors that are there anyway.
 
-Everything is reduced where the tensor lies and read at once (`StepValues.read`), so that a probed step waits
-for the device
-once. Nothing here makes a tensor require gradients, and no random number is drawn.
+Everything is reduced on the tensor's own device and copied at once (`StepValues.read`), so that a probed step waits for
+the device once. Nothing here makes a tensor require gradients, and no random number is drawn.
 """
 
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from parity.reports.record import Column, Table, Value
+from parity.reports.record import Table, Value, declare_columns
 
 VALUE_SAMPLE = 1000
 """Values of a tensor that a histogram is made from, evenly spaced."""
 MOMENT_KEYS = ("finite", "mean", "std")
 WHOLE = "module"
 """What the watched module itself is called."""
+
+
+@runtime_checkable
+class _Sharded(Protocol):
+    """A tensor of which this rank holds a part (torch's DTensor)."""
+
+    def to_local(self) -> Tensor: ...
 
 
 class StepValues:
@@ -34,8 +40,8 @@ class StepValues:
         """For histograms."""
 
     @torch.no_grad()
-    def describe(self, name: str, tensor: Any) -> None:
-        """Shape, dtype, share that is finite, and of what is finite mean and std. What is no tensor is passed over."""
+    def describe(self, name: str, tensor: object) -> None:
+        """Note shape, dtype, share that is finite, and of what is finite mean and std; only of tensors."""
         if not isinstance(tensor, Tensor):
             return
         tensor = local(tensor.detach())
@@ -50,8 +56,8 @@ class StepValues:
             flat = tensor.reshape(-1)
             self.samples[name] = flat[:: max(1, flat.numel() // VALUE_SAMPLE)][:VALUE_SAMPLE].clone()
 
-    def put(self, name: str, value: Any) -> None:
-        """One number or a tensor of one element."""
+    def put(self, name: str, value: Tensor | Value) -> None:
+        """Note one number, or a tensor of one element."""
         self.scalars[name] = value.detach() if isinstance(value, Tensor) else value
 
     def read(self) -> tuple[tuple[str, Value], ...]:
@@ -77,11 +83,8 @@ class StepValues:
         return Table(
             name="tensors",
             title="Tensors of the step",
-            columns=(
-                *(Column(key=key, title=key) for key in ("name", "shape", "dtype", "device")),
-                Column(key="finite", title="finite", unit="share", kind="float"),
-                Column(key="mean", title="mean", kind="float"),
-                Column(key="std", title="std", kind="float"),
+            columns=declare_columns(
+                "name | shape | dtype | device | finite:float (share) | mean:float | std:float"
             ),
             rows=rows,
             detail=True,
@@ -106,9 +109,7 @@ def _moments(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, the tensor itself where it is whole."""
-    part: Any = getattr(tensor, "to_local", None)
-    own: Tensor = tensor if part is None else part()
-    return own
+    return tensor.to_local() if isinstance(tensor, _Sharded) else tensor
 
 
 def norm_of(tensor: Tensor) -> Tensor:
@@ -120,9 +121,16 @@ def norm_of(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gradient_norms(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Group (fc, layers.0, ..., norm) -> norm of its gradients; over all ranks where they are sharded.
+    """Norm of the gradients of each group of parameters; over all ranks where they are sharded.
 
-    A group without a gradient is left out. Every rank has to call where parameters are sharded.
+    Every rank has to call this where parameters are sharded.
+
+    Args:
+        parameters: (name, parameter), as `named_parameters` gives them.
+
+    Returns:
+        Group (`parameter_group_of`: fc, layers.0, ..., norm) -> norm, a scalar in float64 on the parameters' device;
+        a group without a gradient is left out.
     """
     whole: dict[str, Tensor] = {}
     shared: dict[str, Tensor] = {}
@@ -136,6 +144,7 @@ def gradient_norms(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor
         elif sharded:  # the ranks add up the same list, whoever has a gradient
             sums.setdefault(group, torch.zeros((), dtype=torch.float64, device=parameter.device))
         some[group] = some.get(group, False) or parameter.grad is not None
+    # The parts of sharded gradients add up over ranks.
     if shared:
         import torch.distributed as dist
 
@@ -151,8 +160,11 @@ def gradient_norms(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor
 
 
 def parameter_group_of(name: str) -> str:
-    """The part of a model that a parameter belongs to: its numbered layer, else the module it stands in, two names
-    deep at most: `model.layers.3`, `model.embed_tokens`, `fc`, and `slot` for one that stands in the model itself."""
+    """The part of a model that a parameter belongs to, by its name.
+
+    That is its numbered layer, else the module that owns it, two names deep at most: `model.layers.3`,
+    `model.embed_tokens`, `fc`; a parameter of the model itself is a group of its own name.
+    """
     parts = name.replace("_orig_mod.", "").split(".")
     for index, part in enumerate(parts[:-1]):
         if part.isdigit():
@@ -162,21 +174,27 @@ def parameter_group_of(name: str) -> str:
 
 def unwrap_ddp(module: nn.Module) -> nn.Module:
     """The module inside DistributedDataParallel, which calls it as a module of its own."""
-    inner: Any = getattr(module, "module", None)
-    return inner if type(module).__name__ == "DistributedDataParallel" else module
+    inner = getattr(module, "module", None)
+    if type(module).__name__ == "DistributedDataParallel" and isinstance(inner, nn.Module):
+        return inner
+    return module
 
 
 class ModuleTaps:
     """Hooks on a module's parts for the steps that are probed; none between them.
 
-    Output statistics of every part named by `parameter_group_of` at the first forward of the step (a
-    checkpointed layer runs
-    twice), and the norm of the gradient at it. A compiled part is looked at from outside only: hooks inside it would
-    have it compiled again, with other kernels. What was never called is listed by `unseen`.
+    They read statistics of the output of every part named by `parameter_group_of` at the first forward of the step (a
+    checkpointed layer runs twice), and the norm of the gradient at it. A compiled part is hooked from outside only:
+    hooks inside it would have it compiled again, with other kernels. What was never called is listed by `unseen`.
     """
 
     def __init__(self, module: nn.Module, values: StepValues, *, whole: bool = True) -> None:
-        """whole: also of the module itself, under the name `module`."""
+        """Hook the parts.
+
+        Args:
+            values: where the numbers go.
+            whole: hook the module itself too, under the name `module`.
+        """
         self.values, self.whole = values, whole
         self.seen: set[str] = set()
         self.closed: list[str] = []
@@ -206,9 +224,8 @@ class ModuleTaps:
             if any(name.startswith(f"{outer}.") or not outer for outer in behind):
                 self.closed += [short] if group and name.rpartition(".")[2] != "_orig_mod" else []
                 continue
-            if (
-                getattr(part, "_compiled_call_impl", None) is not None
-            ):  # module.compile(): its hooks are inside
+            # A module after module.compile() runs its own hooks inside what is compiled.
+            if getattr(part, "_compiled_call_impl", None) is not None:
                 self.closed.append(short or WHOLE)
                 behind.append(name)
                 continue
@@ -223,8 +240,8 @@ class ModuleTaps:
         """Parts whose hooks were never called, and those that have none."""
         return sorted({*self.parts, *self.closed} - self.seen)
 
-    def _hook(self, name: str) -> Any:
-        def keep(_: nn.Module, inputs: Any, output: Any) -> None:
+    def _hook(self, name: str) -> Callable[[nn.Module, object, object], None]:
+        def keep(_: nn.Module, inputs: object, output: object) -> None:
             if name in self.seen:
                 return
             began = time.perf_counter()
@@ -238,7 +255,7 @@ class ModuleTaps:
 
         return keep
 
-    def _at_gradient(self, name: str) -> Any:
+    def _at_gradient(self, name: str) -> Callable[[Tensor], None]:
         def keep(grad: Tensor) -> None:
             began = time.perf_counter()
             self.values.put(f"{name}.out.gradient", norm_of(local(grad.detach())))
@@ -252,8 +269,10 @@ def step_facts(
 ) -> list[tuple[str, Value]]:
     """What does not change from step to step of one wiring: dtypes, mode, which parts take part and get gradients.
 
-    module: the one that is watched, None where the trainer itself shows its step. groups: with a gradient. unseen:
-    parts that were never called.
+    Args:
+        module: the one that is watched; None where the trainer itself exposes its step.
+        groups: groups of parameters with a gradient.
+        unseen: parts that were never called.
     """
     facts: list[tuple[str, Value]] = []
     if module is not None:
@@ -271,7 +290,7 @@ def step_facts(
     return facts + [(f"step.{dtype}", ", ".join(sorted(names))) for dtype, names in sorted(dtypes.items())]
 
 
-def _first_tensor(output: Any) -> Tensor | None:
+def _first_tensor(output: object) -> Tensor | None:
     """The tensor that a part's output is about: itself, a tuple's first, a transformers output's states or logits."""
     if isinstance(output, tuple | list) and output:
         output = output[0]

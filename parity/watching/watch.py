@@ -6,21 +6,22 @@
             w.step(loss=loss)                                          # before gradients are cleared
 
     parity.watch(drafter, recipe, adapter=Mine(recipe, drafter))       # and what the wiring probes find
-    Watch(every=50, out="run").attach(trainer)                         # the built-in trainer
+    parity.watch(every=50, out="run").attach(trainer)                  # the built-in trainer
+    watch_callback(recipe, every=50)                                   # transformers' Trainer: parity.watching.callback
 
 A probed step is one of `every`, the first of which comes after `warmup` steps. Hooks are there during that step only,
-so that the others cost nothing. Losses are the same bits with and without a watch: probes ask synthetic rows between
+so that the others cost nothing. Losses are the same bits with and without a watch: probes run synthetic rows between
 two steps, on the running trainer, and leave everything as it was. Under torch.distributed every rank calls alike; the
 first one writes, statistics are those of all ranks, and a finding of any rank is every rank's.
 
-Passive watching reads what is there: shapes, dtypes, finite, mean and std, gradient norms. Which questions it cannot
-answer stands in the report at the end. With an adapter the wiring probes answer them.
+Passive watching reads what is there: shapes, dtypes, finite, mean and std, gradient norms. The report at the end lists
+the questions that it cannot answer. With an adapter the wiring probes answer them.
 """
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,12 @@ from parity.gating.conformance import read_conformance, save_conformance
 from parity.model.recipe.config import Recipe, WatchPart
 from parity.model.training.step import StepOutput
 from parity.model.training.trainer import Trainer
+from parity.options import accept_fields
 from parity.probes.adapters.base import Adapter
 from parity.probes.adapters.builtin import Builtin
 from parity.probes.ask import check_names, wiring_probes
 from parity.reports import step_log
-from parity.reports.record import Conformance, Finding, Report, StepReport
+from parity.reports.record import Conformance, Finding, Report, StepReport, Value
 from parity.watching.ranks import is_first, merge_ranks
 from parity.watching.recapture import StateRecapture
 from parity.watching.sinks import JsonLines, Sink, TensorBoardSink
@@ -65,43 +67,65 @@ class WiringChanged(RuntimeError):
         self.step, self.finding = step, finding
 
 
+@dataclass(frozen=True, eq=False)
+class WatchOptions:
+    """What is watched, how often, and where reports go. Checked when it is made: raises ParityError."""
+
+    module: nn.Module | None = None
+    """The drafter, for hooks; None where the built-in trainer is attached."""
+    recipe: Recipe | None = None
+    """What the drafter is trained by; the adapter's where there is one."""
+    _: KW_ONLY
+    every: int = 50
+    """Steps between two reports."""
+    warmup: int = 0
+    """Steps before the first report."""
+    probes: Sequence[str] | None = None
+    """Wiring probes of each report; None is those of a training file's `run.watch`."""
+    on_fail: str = "warn"
+    """stop: the run ends at the first report with a finding that fails."""
+    baseline: str | Path | None = None
+    """A conformance.json of another run, with which the wiring is compared too. Raises ParityError where it is none."""
+    out: str | Path | None = None
+    """Folder for steps.jsonl and conformance.json."""
+    adapter: Adapter | None = None
+    """Connects the wiring probes to the running trainer."""
+    sinks: Sequence[Sink] = ()
+    """Where else each report goes."""
+    recapture: int = 64
+    """Tokens of one sample that the built-in trainer's target computes again, at most; 0: none."""
+    steps: int = 0
+    """Steps done before, by the run that is continued in `out`: drift is then against its first report."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.warmup < 0 or self.steps < 0 or self.on_fail not in ("warn", "stop"):
+            raise ParityError(
+                f"a watch with every {self.every}, warmup {self.warmup}, steps {self.steps}, on_fail {self.on_fail!r}",
+                "values out of range",
+                "every >= 1, warmup and steps >= 0, on_fail warn or stop",
+            )
+        check_names(self.wiring_probes, wiring_probes())
+
+    @property
+    def wiring_probes(self) -> tuple[str, ...]:
+        """Names of the probes that run at each report."""
+        return tuple(WatchPart().probes if self.probes is None else self.probes)
+
+
 class Watch:
     """Watches one training; see the module. A context manager, and an observer of the built-in trainer."""
 
-    def __init__(
-        self,
-        module: nn.Module | None = None,
-        recipe: Recipe | None = None,
-        *,
-        every: int = 50,
-        warmup: int = 0,
-        probes: Sequence[str] | None = None,
-        on_fail: str = "warn",
-        baseline: str | Path | None = None,
-        out: str | Path | None = None,
-        adapter: Adapter | None = None,
-        sinks: Sequence[Sink] = (),
-        recapture: int = 64,
-        steps: int = 0,
-    ) -> None:
-        """module: the drafter, for hooks. adapter: shows the running trainer to the wiring probes; `probes` names those
-        that are asked. out: folder for steps.jsonl and conformance.json. recapture: tokens of one sample that the
-        built-in trainer's target computes again. steps: done before, by the run that is gone on with in `out`; drift is
-        then against its first report. Raises ParityError for a probe or a baseline that is none, and for numbers out of
-        range."""
-        if every < 1 or warmup < 0 or steps < 0 or on_fail not in ("warn", "stop"):
-            given = f"a watch with every {every}, warmup {warmup}, steps {steps}, on_fail {on_fail!r}"
-            do = "every >= 1, warmup and steps >= 0, on_fail warn or stop"
-            raise ParityError(given, "values out of range", do)
-        self.probes = tuple(WatchPart().probes if probes is None else probes)
-        check_names(self.probes, wiring_probes())
-        self.module, self.adapter = None if module is None else unwrap_ddp(module), adapter
-        self.recipe = recipe if recipe is not None or adapter is None else adapter.recipe
-        self.every, self.warmup, self.on_fail = every, warmup, on_fail
-        self.baseline = read_conformance(baseline) if baseline is not None else None
-        self.out, self.tokens = None if out is None else Path(out), recapture
-        self.sinks: list[Sink] = list(sinks)
-        self.steps, self.reports = steps, list[StepReport]()
+    def __init__(self, options: WatchOptions) -> None:
+        """Hooks come when it is entered or attached. Raises ParityError for a baseline that is none."""
+        self.options, self.probes, self.adapter = options, options.wiring_probes, options.adapter
+        self.module = None if options.module is None else unwrap_ddp(options.module)
+        self.recipe = options.recipe
+        if self.recipe is None and options.adapter is not None:
+            self.recipe = options.adapter.recipe
+        self.baseline = read_conformance(options.baseline) if options.baseline is not None else None
+        self.out = None if options.out is None else Path(options.out)
+        self.sinks: list[Sink] = list(options.sinks)
+        self.steps, self.reports = options.steps, list[StepReport]()
         """Steps done; this call's reports, with `out` all but the last without their tables: `history` has them."""
         self.failed: tuple[int, Finding] | None = None
         """Step and finding of the first failure."""
@@ -112,12 +136,13 @@ class Watch:
         self._began, self._spent = time.perf_counter(), 0.0
         self._trainer: Trainer | None = None
         self._recapture: StateRecapture | None = None
+        # Of the coming step, where it is probed: its hooks, what they have seen so far, the first forward pass.
         self._armed, self._groups = False, list[str]()
         self._values, self._taps = StepValues(), list[ModuleTaps]()
         self._output: StepOutput | None = None
         self.first: Conformance | None = None
         """The wiring at the run's first probed step."""
-        self._go_on()
+        self._read_first_wiring()
 
     # --- any loop -------------------------------------------------------------------------------------
 
@@ -130,30 +155,42 @@ class Watch:
 
     def due(self, step: int) -> bool:
         """Whether step `step`, counted from 1, is probed."""
-        return step > self.warmup and (step - self.warmup - 1) % self.every == 0
+        return step > self.options.warmup and (step - self.options.warmup - 1) % self.options.every == 0
 
-    def step(self, **shown: Any) -> StepReport | None:
-        """To be called once an optimizer step, after it and before gradients are cleared, by every rank.
+    def step(self, **values: Tensor | Value) -> StepReport | None:
+        """Call this once an optimizer step, after it and before gradients are cleared, on every rank.
 
-        shown: what else to put into the report: tensors are described, one-element tensors and numbers kept as they
-        are (`loss=loss`). Returns the report of a probed step, None for others. Raises WiringChanged where `on_fail`
-        is stop and a finding fails.
+        Args:
+            values: what else to put into the report, by name: tensors are described, one-element tensors and numbers
+                kept as they are (`loss=loss`).
+
+        Returns:
+            The report of a probed step, None for others.
+
+        Raises:
+            WiringChanged: where `on_fail` is stop and a finding fails.
         """
         self.steps += 1
         report = None
         if self._armed:
             with self._count_time():
-                for name, value in shown.items():
-                    many = isinstance(value, Tensor) and value.numel() != 1
-                    (self._values.describe if many else self._values.put)(name, value)
+                for name, value in values.items():
+                    if isinstance(value, Tensor) and value.numel() != 1:
+                        self._values.describe(name, value)
+                    else:
+                        self._values.put(name, value)
                 self.gradients()
                 report = self._report_step(StepFindings())
-            if self.failed is not None and self.on_fail == "stop":
-                self.stopped = True
+            if self._has_to_stop() and self.failed is not None:
                 self.close()
                 raise WiringChanged(*self.failed)
         self._arm()
         return report
+
+    def _has_to_stop(self) -> bool:
+        """Whether a finding failed in a watch that stops the run; `stopped` keeps it."""
+        self.stopped = self.stopped or (self.failed is not None and self.options.on_fail == "stop")
+        return self.stopped
 
     def gradients(self) -> None:
         """Read the gradients' norms now: for a loop that clears them before it can call `step`."""
@@ -206,12 +243,12 @@ class Watch:
     def attach(self, trainer: Trainer) -> "Watch":
         """Watch this trainer: its step, its data, its wiring. Adds itself to the trainer's observers."""
         self._trainer, self.adapter, self.recipe = trainer, Builtin(trainer), trainer.training.recipe
-        self._recapture = StateRecapture(trainer, self.tokens)
+        self._recapture = StateRecapture(trainer, self.options.recapture)
         self.steps = trainer.step_number
         if self.out is not None and not self.steps and is_first():  # as the trainer does with its own log
             for name in (step_log.STEP_LOG_NAME, CONFORMANCE):
                 (self.out / name).unlink(missing_ok=True)
-        self._go_on()
+        self._read_first_wiring()
         if self not in trainer.observers:
             trainer.observers.append(self)
         self._arm()
@@ -243,8 +280,7 @@ class Watch:
                     found.add(*read_slots(self._output))
                 self.gradients()
                 self._report_step(found)
-            if self.failed is not None and self.on_fail == "stop" and self._trainer is not None:
-                self.stopped = True
+            if self._trainer is not None and self._has_to_stop():
                 self._trainer.ask_to_stop()
         self._arm()
 
@@ -262,12 +298,18 @@ class Watch:
     # --- reports --------------------------------------------------------------------------------------
 
     def _report_step(self, found: StepFindings) -> StepReport:
-        """Ask, compare, and hand out the report of this step."""
+        """Run the probes, compare the wiring, and deliver the report of this step.
+
+        Args:
+            found: what the step itself gave rise to.
+        """
+        # What the step itself says of the wiring; one that trained nothing says nothing of it.
         unseen, output, self._output = self._disarm(), self._output, None
         facts = None
-        if self._trainer is None or output is not None:  # what trained nothing says nothing of the wiring
+        if self._trainer is None or output is not None:
             module = self.module if self._trainer is None else None
             facts = step_facts(module, self._values, self._groups, unseen)
+        # The probes, on synthetic rows; then the states of this step, captured again.
         step = StepFindings()
         now = None
         if self.adapter is not None:
@@ -275,7 +317,8 @@ class Watch:
         step.add(found.numbers, found.findings, found.tables)
         if self._recapture is not None and output is not None:
             step.add(*self._recapture.ask(self.steps, output))
-        del output
+        del output  # its graph, before anything else is allocated
+        # The wiring now, against the run's first report and against the baseline.
         now = merge_statements(now, facts, self.recipe)
         if self.first is None:
             self.first = now
@@ -286,6 +329,7 @@ class Watch:
         if self.baseline is not None:
             names = (*self.probes, STEP_TABLE) if self.adapter is not None else (STEP_TABLE,)
             step.findings += compare_wiring("baseline", self.baseline, now, what="the baseline", only=names)
+        # One report for all ranks.
         numbers, findings = merge_ranks(
             [*self._values.read(), *step.numbers], self._values.sizes, step.findings
         )
@@ -302,6 +346,7 @@ class Watch:
         return self._deliver(report)
 
     def _deliver(self, report: StepReport) -> StepReport:
+        """Keep a report, note its first failure, and write it to every sink; returns it with the seconds spent."""
         report = replace(report, seconds=report.seconds + self._spent)
         self._spent = 0.0
         self.reports.append(report)
@@ -318,8 +363,8 @@ class Watch:
                 sink.write(report, samples)
         return report
 
-    def _go_on(self) -> None:
-        """Of a run that is gone on with, the first report's wiring."""
+    def _read_first_wiring(self) -> None:
+        """Where a run is continued: the wiring of its first report."""
         file = None if self.out is None else self.out / CONFORMANCE
         if self.steps and self.first is None and file is not None and file.is_file():
             self.first = read_conformance(file)
@@ -383,68 +428,45 @@ class Watch:
         )
 
 
-def watch(*arguments: Any, **options: Any) -> Watch:
-    """A `Watch` on a module: `with parity.watch(drafter, recipe, every=50) as w: ... w.step(loss=loss)`."""
-    return Watch(*arguments, **options)
+@accept_fields(WatchOptions)
+def watch(options: WatchOptions) -> Watch:
+    """A `Watch` on a module: `with parity.watch(drafter, recipe, every=50) as w: ... w.step(loss=loss)`.
+
+    Args:
+        module: the drafter, for hooks; none where the built-in trainer is attached.
+        recipe: what the drafter is trained by; the adapter's where there is one.
+        every, warmup: steps between two reports, and before the first.
+        probes: wiring probes of each report; by default those of a training file's `run.watch`.
+        on_fail: warn, or stop: the run ends at the first report with a finding that fails.
+        baseline: a conformance.json of another run, with which the wiring is compared too.
+        out: folder for steps.jsonl and conformance.json.
+        adapter: connects the wiring probes to the running trainer.
+        sinks: where else each report goes.
+        recapture: tokens of one sample that the built-in trainer's target computes again, at most.
+        steps: done before, by the run that is continued in `out`; drift is then against its first report.
+
+    Raises:
+        ParityError: for a probe or a baseline that does not exist, and for numbers out of range.
+    """
+    return Watch(options)
 
 
 def watch_training(trainer: Trainer, out: Path | None, sinks: Sequence[Sink] = ()) -> Watch | None:
-    """The watch that a training file asks for under `run.watch`, attached; None where it asks for none.
+    """The watch that a training file requests under `run.watch`, attached.
 
-    To be called on every rank. `run.save.tensorboard` puts its numbers into OUT/tensorboard as well.
+    Every rank has to call this. `run.save.tensorboard` puts its numbers into OUT/tensorboard as well.
+
+    Args:
+        out: folder of the run; None writes nothing.
+        sinks: where else each report goes.
+
+    Returns:
+        None where the training file requests no watch.
     """
     part, own = trainer.training.run.watch, list(sinks)
     if part is None:
         return None
     if trainer.training.run.save.tensorboard and out is not None and is_first():
         own.append(TensorBoardSink(out))
-    made = Watch(
-        every=part.every,
-        warmup=part.warmup,
-        probes=part.probes,
-        on_fail=part.on_fail,
-        baseline=part.baseline,
-        recapture=part.recapture,
-        out=out,
-        sinks=own,
-    )
-    return made.attach(trainer)
-
-
-def watch_callback(recipe: Recipe | None = None, **options: Any) -> Any:
-    """A `transformers.TrainerCallback` that watches the model of a `Trainer`; options as for `Watch`.
-
-    `adapter` may be a function that makes one from the model, called when training begins. The callback's `watch` is
-    the Watch, with its `report`.
-    """
-    from transformers import TrainerCallback
-
-    adapter: Any = options.pop("adapter", None)
-
-    class WatchCallback(TrainerCallback):
-        """Reports at every probed step; has the Trainer save and stop where a finding fails and `on_fail` is stop."""
-
-        watch: Watch | None = None
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            own = adapter(model) if callable(adapter) and not isinstance(adapter, Adapter) else adapter
-            self.watch = Watch(model, recipe, adapter=own, steps=state.global_step, **options)
-            self.watch.__enter__()
-
-        def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if self.watch is not None:  # the Trainer clears gradients before the step ends
-                self.watch.gradients()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if self.watch is None:
-                return
-            try:
-                self.watch.step()
-            except WiringChanged:
-                control.should_save = control.should_training_stop = True
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if self.watch is not None:
-                self.watch.close()
-
-    return WatchCallback()
+    # The part of the training file has the options of the same names.
+    return Watch(WatchOptions(**dict(part), out=out, sinks=own)).attach(trainer)

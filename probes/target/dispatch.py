@@ -5,8 +5,8 @@ Bug it finds: kernels that were never called (transformers falls back silently; 
 Cost: none beyond the captures. Faults: `dispatch`.
 """
 
-from parity.probes.base import Evidence, ProbeAnswer, evidence_of, text_columns
-from parity.reports.record import Column, Finding, Table, Value
+from parity.probes.base import Evidence, ProbeAnswer, evidence_of
+from parity.reports.record import Finding, Table, Value, declare_columns
 
 
 class DispatchProbe:
@@ -107,14 +107,7 @@ class DispatchProbe:
             title="Who computed each operator",
             detail=True,
             rows=tuple(rows),
-            columns=(
-                *text_columns(("capture", "capture")),
-                Column(key="layer", title="layer", kind="int"),
-                *text_columns(
-                    ("operator", "operator"),
-                    ("implementation", "implementation"),
-                    ("callee", "function reached"),
-                ),
-                Column(key="calls", title="calls", kind="int"),
+            columns=declare_columns(
+                "capture | layer:int | operator | implementation | callee function reached | calls:int"
             ),
         )

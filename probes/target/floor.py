@@ -5,7 +5,7 @@ which other pairs are judged. Cost: four forwards on torch. Faults: `not-reprodu
 """
 
 from parity.probes.base import Evidence, ProbeAnswer, compare_pair, evidence_of, skip_answer
-from parity.reports.record import Column, Finding, Table, Value
+from parity.reports.record import Finding, Table, Value, declare_columns
 
 
 class FloorProbe:
@@ -88,11 +88,7 @@ class FloorProbe:
             title="What changes nothing: rerun and batch size",
             detail=True,
             rows=tuple(rows),
-            columns=(
-                Column(key="dtype", title="dtype"),
-                Column(key="kind", title="changed"),
-                Column(key="tap", title="tap"),
-                Column(key="rms", title="token rms", kind="float"),
-                Column(key="worst", title="worst token", kind="float"),
+            columns=declare_columns(
+                "dtype | kind changed | tap | rms:float token rms | worst:float worst token"
             ),
         )

@@ -5,9 +5,9 @@ every layer against a golden pass whose operators are independent recurrences, j
 floor of float32. Cost: one fp64 forward. Faults: `semantics`.
 """
 
+from parity.comparison.error import tensor_errors
 from parity.comparison.tolerance import FLOOR_MARGIN, default_floor, rms
-from parity.kernel.sums import pair_stats
-from parity.probes.base import Evidence, ProbeAnswer, evidence_of, skip_answer, token_errors
+from parity.probes.base import Evidence, ProbeAnswer, evidence_of, skip_answer
 from parity.reports.record import Finding
 
 
@@ -37,20 +37,12 @@ class GoldenProbe:
             )
         times, controls = {}, []
         for tap in run.taps:
-            info = run.tap(tap)
-            depth = (
-                info.layer + 1
-                if info.layer is not None
-                else 0
-                if tap == "embed.out"
-                else len(evidence.target["layer_types"])
-            )
-            limit = FLOOR_MARGIN["semantic"].rms * default_floor("float32", depth).rms
+            limit = FLOOR_MARGIN["semantic"].rms * default_floor("float32", run.depth(tap)).rms
             pairs = [(run.tensor(r.id, tap), gold.tensor(r.id, tap)) for r in run.requests]
-            errors = [token_errors(pair_stats(a, b, full=False)) for a, b in pairs]
+            errors = [tensor_errors(a, b, strict=True) for a, b in pairs]
             times[tap] = max(rms(error) for error in errors) / limit
             controls.append(
-                max(rms(token_errors(pair_stats(a, b.roll(1, 0), full=False))) for a, b in pairs) / limit > 1
+                max(rms(tensor_errors(a, b.roll(1, 0), strict=True)) for a, b in pairs) / limit > 1
             )
         return ProbeAnswer(findings=(self._finding(times, controls),))
 

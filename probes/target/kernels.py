@@ -10,6 +10,7 @@ backend. Faults: `kernel`, `dispatch`, `full-attention-differs`.
 
 from collections.abc import Mapping
 
+from parity.comparison.error import trace_error
 from parity.comparison.traces import Comparison
 from parity.probes.base import (
     CAPTURE_DTYPES,
@@ -17,10 +18,9 @@ from parity.probes.base import (
     ProbeAnswer,
     compare_pair,
     evidence_of,
-    relative_l2,
     skip_answer,
 )
-from parity.reports.record import Chart, Column, Finding, Table, Value
+from parity.reports.record import Chart, Finding, Table, Value, declare_columns
 
 
 class KernelsProbe:
@@ -146,7 +146,7 @@ def layer_table(
         if tap not in taps:
             continue
         to_golden = [
-            relative_l2(evidence.traces[f"{side}.{dtype}"], evidence.traces[golden], tap) if golden else None
+            trace_error(evidence.traces[f"{side}.{dtype}"], evidence.traces[golden], tap) if golden else None
             for side in ("torch", "other")
         ]
         rows.append(
@@ -162,14 +162,9 @@ def layer_table(
     return Table(
         name=f"layers.{dtype}",
         title=f"{evidence.other} against torch, {CAPTURE_DTYPES[dtype]}, per layer",
-        columns=(
-            Column(key="layer", title="layer", kind="int"),
-            Column(key="type", title="type"),
-            Column(key="local", title="local", kind="float"),
-            Column(key="inherited", title="inherited", kind="float"),
-            Column(key="torch_golden", title="torch-fp64", kind="float"),
-            Column(key="other_golden", title="other-fp64", kind="float"),
-            Column(key="cosine_min", title="min cos", kind="float"),
+        columns=declare_columns(
+            "layer:int | type | local:float | inherited:float | torch_golden:float torch-fp64 | "
+            "other_golden:float other-fp64 | cosine_min:float min cos"
         ),
         rows=tuple(rows),
         caption="Relative L2 of each layer's output. local: each layer is fed torch's input. inherited: whole passes. "
@@ -192,11 +187,7 @@ def depth_table(dtype: str, summary: Table) -> Table:
         title=f"Error over depth, {CAPTURE_DTYPES[dtype]}",
         detail=True,
         rows=rows,
-        columns=(
-            Column(key="layer", title="layer", kind="int"),
-            Column(key="series", title="error"),
-            Column(key="error", title="relative L2", kind="float"),
-        ),
+        columns=declare_columns("layer:int | series error | error:float relative L2"),
         chart=Chart(
             kind="profile",
             x="layer",

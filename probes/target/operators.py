@@ -10,12 +10,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from parity.comparison.error import token_errors
 from parity.comparison.tolerance import eps_of
 from parity.kernel.sums import pair_stats
 from parity.model.target.backends import OperatorCall
 from parity.model.target.operator_replay import load_calls
-from parity.probes.base import Evidence, ProbeAnswer, evidence_of, skip_answer, token_errors
-from parity.reports.record import Column, Finding, Table, Value
+from parity.probes.base import Evidence, ProbeAnswer, evidence_of, skip_answer
+from parity.reports.record import Finding, Table, Value, declare_columns
 
 # Relative L2 of one operator's output against fp64, in eps of its dtype. Measured on the embedded target,
 # torch and fla-interpreted: at most 6 eps in float32 and .9 in bfloat16 (fla rounds more of what is in
@@ -108,13 +109,8 @@ class OperatorsProbe:
             title="Each operator against an fp64 recurrence, same inputs",
             detail=True,
             rows=tuple(rows),
-            columns=(
-                Column(key="dtype", title="dtype"),
-                Column(key="layer", title="layer", kind="int"),
-                Column(key="operator", title="operator"),
-                Column(key="backend", title="backend"),
-                Column(key="error", title="rel L2", kind="float"),
-                Column(key="limit", title="limit", kind="float"),
+            columns=declare_columns(
+                "dtype | layer:int | operator | backend | error:float rel L2 | limit:float"
             ),
         )
 
@@ -136,7 +132,7 @@ def _errors(
             continue
         a, b = (c.output.reshape(-1, c.output.shape[-1]) for c in (call, golden[place]))
         stats = pair_stats(a, b, full=False)
-        error = stats.flat()[1] if np.isfinite(token_errors(stats)).all() else float("inf")
+        error = stats.flat()[1] if np.isfinite(token_errors(stats, strict=True)).all() else float("inf")
         dtype = str(call.output.dtype).removeprefix("torch.")
         limit = LIMIT.get(dtype, 32.0) * eps_of(dtype)
         errors[place[:2]] = max(errors.get(place[:2], (0.0, limit)), (error, limit))

@@ -14,8 +14,10 @@ A budget of the row, not of each document, cannot be declared. It is recognised 
 epoch, and for half of the documents, while a document gets now more and now fewer. Where that is the declared number,
 documents are starved of what the recipe gives them, and the sentence says so; a number of the row's own is a warning,
 and what single documents get is not judged. Where the recipe declares `block.documents: prompt_masked`, a budget of a
-row is told and is no fault: speculators has one.
+row is reported and is no fault: speculators has one.
 Cost: eighteen draws, nineteen at most, no step. Faults: the `coverage` rows of `parity.probes.deviations`.
+
+Shapes: S tokens of the row, A anchors.
 """
 
 import math
@@ -26,9 +28,11 @@ from torch import Tensor
 
 from parity.model.training.anchors import PADDING, AnchorConfig, AnchorCoverage, is_candidate
 from parity.model.training.data import Batch
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, SyntheticDocument, make_probe_answer
-from parity.reports.record import Chart, Column, Table, Value
+from parity.probes.rows import SyntheticDocument
+from parity.probes.subject import ExaminedAdapter
+from parity.reports.record import Chart, Table, Value, declare_columns
 
 EPOCHS = 8
 DRAW_SEED = 17
@@ -70,17 +74,20 @@ class CoverageProbe:
 
     def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a deviation, with the table of documents."""
+        # Eight epochs, one of them again, and the same documents in the reverse order.
         texts = _texts(subject)
         draws = _draws(subject, subject.row(texts, padding=subject.block))
         again = _draw_anchors(subject, draws.batch, 0)
         moved = _depends_on_order(subject, texts, draws)
         expected = _expected_anchors(subject, draws)
         of_row = _row_budget(subject, texts, draws, expected)
+        # Where anchors are, whether they repeat, how many there are.
         faults = [
             *_place_faults(draws),
             *_repeat_faults(draws, again),
             *_number_faults(subject, draws, expected, of_row),
         ]
+        # Coverage is of supervised tokens, over all epochs.
         share = sum(draws.reached.tolist()) / max(1, int(_supervised_tokens(draws.batch).sum()))
         least = min(draws.shares.values(), default=0.0)
         sentence = (
@@ -108,22 +115,18 @@ def _texts(subject: ExaminedAdapter) -> list[SyntheticDocument]:
     size, block = subject.block, subject.recipe.block
     begins = size if block.documents == "prompt_masked" else 0
     long = min(LONGEST_ROW // 8, max(4 * size, 2 * block.anchors))
-    texts = [
-        SyntheticDocument(length=long + 2, prompt=2),
-        SyntheticDocument(length=3 * size + begins, prompt=begins),
-    ]
-    texts += [
-        SyntheticDocument(length=long // 2 + size, prompt=size),
-        SyntheticDocument(length=long + begins, prompt=begins),
-    ]
-    texts += [
-        SyntheticDocument(length=max(4, size // 2) + begins, prompt=begins),
-        SyntheticDocument(length=4 * size, prompt=size, holes=(2 * size,)),
-    ]
-    texts += [
-        SyntheticDocument(length=long // 2 + 3 + begins, prompt=3 + begins),
-        SyntheticDocument(length=4 * size, prompt=size),
-    ]
+    shapes = (  # length, prompt
+        (long + 2, 2),
+        (3 * size + begins, begins),
+        (long // 2 + size, size),
+        (long + begins, begins),
+        (max(4, size // 2) + begins, begins),
+        (4 * size, size),
+        (long // 2 + 3 + begins, 3 + begins),
+        (4 * size, size),
+    )
+    texts = [SyntheticDocument(length=length, prompt=prompt) for length, prompt in shapes]
+    texts[5] = replace(texts[5], holes=(2 * size,))
     return texts
 
 
@@ -139,6 +142,7 @@ def _supervised_tokens(batch: Batch) -> Tensor:
 
 
 def _draws(subject: ExaminedAdapter, batch: Batch) -> AnchorDraws:
+    """Anchors of every epoch, counted by document."""
     epochs = [_draw_anchors(subject, batch, epoch) for epoch in range(EPOCHS)]
     documents = len(batch.sample_ids)
     covered, counts = AnchorCoverage(), torch.zeros(EPOCHS, documents, dtype=torch.long)
@@ -179,6 +183,12 @@ def _row_budget(
 
     Either the declared number in all; or any number that is the same in every epoch, and in a row of half as many
     documents, while a document gets now more and now fewer.
+
+    Args:
+        subject: the adapter that is examined.
+        texts: the row's documents.
+        draws: what was drawn for them.
+        expected: anchors of each document in one epoch, by the recipe.
     """
     budget, totals = subject.recipe.block.anchors, {len(anchors) for anchors in draws.epochs}
     total = max(totals, default=0)
@@ -230,7 +240,7 @@ def _place_faults(draws: AnchorDraws) -> list[FoundDeviation]:
     ):
         if count:
             words = f"{count} of {len(every)} anchors are {what}"
-            faults.append(FoundDeviation(name=name, measured=words, evidence=(("anchors", count),)))
+            faults.append(FoundDeviation(name, words, {"anchors": count}))
     return faults
 
 
@@ -240,16 +250,16 @@ def _repeat_faults(draws: AnchorDraws, again: Tensor) -> list[FoundDeviation]:
     twice = sum(len(anchors) - len(anchors.unique()) for anchors in draws.epochs)
     if twice:
         words = f"{twice} anchors in {EPOCHS} epochs are drawn a second time"
-        faults.append(FoundDeviation(name="anchors-repeated", measured=words, evidence=(("anchors", twice),)))
+        faults.append(FoundDeviation("anchors-repeated", words, {"anchors": twice}))
     if not torch.equal(again.sort().values, first.sort().values):
         common = len(set(again.tolist()) & set(first.tolist()))
         words = f"seed {DRAW_SEED} twice gives draws that share {common} of {len(first)} anchors"
-        faults.append(FoundDeviation(name="anchors-unseeded", measured=words, evidence=(("shared", common),)))
+        faults.append(FoundDeviation("anchors-unseeded", words, {"shared": common}))
     free = len(first) < int(draws.possible.sum())
     same = all(torch.equal(each.sort().values, first.sort().values) for each in draws.epochs)
     if free and same and len(first):
         words = f"{EPOCHS} epochs draw the same {len(first)} of {int(draws.possible.sum())} possible anchors"
-        faults.append(FoundDeviation(name="anchors-frozen", measured=words, evidence=(("epochs", EPOCHS),)))
+        faults.append(FoundDeviation("anchors-frozen", words, {"epochs": EPOCHS}))
     return faults
 
 
@@ -257,11 +267,13 @@ def _number_faults(
     subject: ExaminedAdapter, draws: AnchorDraws, expected: list[int], of_row: int
 ) -> list[FoundDeviation]:
     """Too few, too many, or unevenly spread."""
+    # Each document's mean over the epochs against its declared number. Small numbers are not judged.
     faults, means = [], draws.counts.double().mean(0)
     over = [
         n for n, want in enumerate(expected) if float(means[n]) > max(want, 1) * (2 - STARVED) and want >= FEW
     ]
     starved = [n for n, want in enumerate(expected) if want >= FEW and float(means[n]) < STARVED * want]
+    # A budget of the row: declared with `prompt_masked`, a warning where it is a number of its own.
     declared_row = of_row and subject.recipe.block.documents == "prompt_masked"
     own_number = of_row and of_row != subject.recipe.block.anchors
     if own_number and not declared_row:
@@ -272,15 +284,14 @@ def _number_faults(
         words = f"{len(starved)} of {len(expected)} documents; document {worst} gets {float(means[worst]):.1f} anchors"
         words += f" an epoch, declared {expected[worst]}"
         words += f" ({of_row} for the whole row, which its documents share)" if of_row else ""
-        faults.append(FoundDeviation(name="anchors-starved", measured=words, evidence=(("document", worst),)))
+        faults.append(FoundDeviation("anchors-starved", words, {"document": worst}))
     if over:
         words = (
             f"{len(over)} documents; document {over[0]} gets {float(means[over[0]]):.1f} anchors an epoch, "
         )
         words += f"declared {expected[over[0]]}"
-        faults.append(
-            FoundDeviation(name="anchors-budget", measured=words, evidence=(("document", over[0]),))
-        )
+        faults.append(FoundDeviation("anchors-budget", words, {"document": over[0]}))
+    # Evenness: epochs that draw the same anchors reach few tokens for that reason alone.
     if any(fault.name == "anchors-frozen" for fault in _repeat_faults(draws, draws.epochs[0])):
         return faults
     uneven = []
@@ -293,12 +304,12 @@ def _number_faults(
         number, reached, even = uneven[0]
         words = f"{len(uneven)} documents; in document {number} {reached} tokens are ever anchored, "
         words += f"an even draw reaches {even:.0f}"
-        faults.append(FoundDeviation(name="anchors-uneven", measured=words, evidence=(("document", number),)))
+        faults.append(FoundDeviation("anchors-uneven", words, {"document": number}))
     return faults
 
 
 def _row_fault(draws: AnchorDraws, of_row: int, budget: int) -> FoundDeviation:
-    """A row's number that is no document's: told, and not judged by what each document was to get."""
+    """A row's number that is no document's: reported, and not judged by what each document was to get."""
     candidates = [draws.candidates(number) for number in range(draws.counts.shape[1])]
     longest = max(range(len(candidates)), key=candidates.__getitem__)
     low, high = int(draws.counts[:, longest].min()), int(draws.counts[:, longest].max())
@@ -306,11 +317,12 @@ def _row_fault(draws: AnchorDraws, of_row: int, budget: int) -> FoundDeviation:
         f"{of_row} for a row of {len(candidates)} documents in every epoch, of which document {longest} gets "
     )
     words += f"{low} to {high}; the recipe's {budget} are each document's, and it has no key for a row's"
-    numbers = (("anchors of the row", of_row), ("declared of a document", budget))
-    return FoundDeviation(name="anchors-row-budget", measured=words, evidence=numbers, outcome="warn")
+    numbers: dict[str, Value] = {"anchors of the row": of_row, "declared of a document": budget}
+    return FoundDeviation("anchors-row-budget", words, numbers, "warn")
 
 
 def _table(draws: AnchorDraws, expected: list[int]) -> Table:
+    """Candidates, anchors and coverage of every document."""
     rows = []
     for number, want in enumerate(expected):
         mean = float(draws.counts[:, number].double().mean())
@@ -319,12 +331,10 @@ def _table(draws: AnchorDraws, expected: list[int]) -> Table:
     return Table(
         name="coverage.documents",
         title=f"Anchors of every document over {EPOCHS} epochs",
-        columns=(
-            Column(key="document", title="document", kind="int"),
-            Column(key="candidates", title="candidates", kind="int"),
-            Column(key="declared", title="declared", unit="an epoch", kind="int"),
-            Column(key="anchors", title="drawn", unit="an epoch, mean", kind="float"),
-            Column(key="share", title="ever anchored", unit="of supervised tokens", kind="float"),
+        columns=declare_columns(
+            "document:int | candidates:int | declared:int (an epoch) | "
+            "anchors:float drawn (an epoch, mean) | "
+            "share:float ever anchored (of supervised tokens)"
         ),
         rows=tuple(rows),
         chart=Chart(kind="bars", x="document", y="share"),

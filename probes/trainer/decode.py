@@ -6,9 +6,9 @@ one document of 512 tokens, early to late. Compared with each layer's output pro
 attention adds as much as the residual (in a fresh narrow drafter rounding hides it else); on the short documents also
 as they are.
 
-Where they differ, the drafter that is written a second time (`adapters.reference_drafter`) says how: readings with
-other positions, rope, mask, window, context, slices, embedding, head or mask token are tried until one gives what was
-drafted.
+Where they differ, the drafter that is written a second time (`parity.probes.instruments.drafter.reference`) names the
+difference: hypotheses with other positions, rope, mask, window, context, slices, embedding, head or mask token are
+tried until one gives what was drafted.
 
 The limit is a few times the rounding error of the same arithmetic in the trainer's precision, at least 1e-5 of the
 logits' standard deviation (float32) or 1e-2 (bfloat16 products or head). Without z-lab's parameter names there is no
@@ -17,11 +17,13 @@ reading to name, and attention is not scaled.
 The real loop, where the adapter shows `generate` and `greedy`: speculative decoding at temperature 0 must write what
 the target writes alone. A wrong token before any rejection is a wrong acceptance; one after a rejection means that
 the target's caches kept what was refused (huggingface/transformers#49036: recurrent states cannot be cropped). In
-bfloat16 a tie is no difference: the gap of the target's own two logits is asked of `reference`.
+bfloat16 a tie is no difference: the gap of the target's own two logits is taken from `reference`.
 
 Cost: five steps, 17 calls of `draft`, 2 x 16 tokens written twice. Finds: vllm#52873 (long
 positions), vllm#47745 (causal flag), SpecForge#455 (head), speculators#613 (rope), llama.cpp#25792. Faults: the
 `decode` rows of `parity.probes.deviations`.
+
+Shapes: A anchors, B slots of a block, V the draft's vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,27 +33,23 @@ from torch import Tensor
 
 from parity.model.training.data import Batch
 from parity.probes.adapters.base import NotExposed
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.drafter.hypotheses import VisibleStep
 from parity.probes.instruments.drafter.inference import (
     ALL,
     DraftLogits,
+    compute_draft_logits,
+    estimate_logit_limit,
     explain_gap,
-    factor_between,
-    from_position,
+    find_common_factor,
+    find_last_agreement,
     is_declared_gap,
-    limit_of,
-    logits_of,
 )
-from parity.probes.instruments.drafter.receptive_field import ProbeBatch, filling_rows
+from parity.probes.instruments.drafter.receptive_field import ProbeBatch, find_filling_rows
 from parity.probes.instruments.drafter.reference import DrafterHypothesis, override_parameters
-from parity.probes.subject import (
-    AdapterError,
-    ExaminedAdapter,
-    FoundDeviation,
-    SyntheticDocument,
-    make_probe_answer,
-)
+from parity.probes.rows import SyntheticDocument
+from parity.probes.subject import AdapterError, ExaminedAdapter
 from parity.reports.record import Value
 
 LONG_TEXT = 512
@@ -132,14 +130,18 @@ def _inference(look: ProbeBatch) -> Tensor:
 
 def _plain(look: ProbeBatch) -> DraftLogits:
     """Both ways, with the parameters as they are."""
-    return DraftLogits(look=look, trained=logits_of(look, look.step_output.hidden), drafted=_inference(look))
+    return DraftLogits(
+        look=look, trained=compute_draft_logits(look, look.step_output.hidden), drafted=_inference(look)
+    )
 
 
 def _drafts(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[str, Value]]:
+    """Whether inference drafts the step's logits: faults, words and facts."""
     looks = _looks(subject)
     reading = DrafterHypothesis.from_recipe(subject.recipe, subject.adapter.configured)
     lens = VisibleStep.of(looks, reading, ALL)
-    limit = limit_of(looks[0], lens)
+    limit = estimate_logit_limit(looks[0], lens)
+    # With attention scaled up, where the parameters that are exposed are those that inference uses too.
     plain, compared, values, note = [_plain(looks[0])], list[DraftLogits](), dict[str, Tensor](), ""
     if not isinstance(lens, str) and lens.live:
         values = dict(lens.whole.values)
@@ -149,12 +151,14 @@ def _drafts(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[s
             values, note = {}, ", whose weights are a copy of the step's"
         else:
             compared = [
-                DraftLogits(look=look, trained=logits_of(look, hidden), drafted=made)
+                DraftLogits(look=look, trained=compute_draft_logits(look, hidden), drafted=made)
                 for look, hidden, made in zip(looks, lens.whole.found, drafted, strict=True)
             ]
+    # Else every row with the parameters as they are.
     if not compared:
         plain += [_plain(look) for look in looks[1:]]
         compared = plain
+    # One number and its limit; beyond it the difference is named, and may be one that the recipe declares.
     worst = max(float(each.draft_distance.max()) for each in (*plain, *compared))
     anchors = sum(len(each.look.anchors) for each in compared)
     positions = torch.cat([each.look.batch.position[each.look.anchors] for each in compared])
@@ -182,25 +186,32 @@ def _name_hypothesis(
     limit: float,
     worst: float,
 ) -> FoundDeviation:
-    """The fault whose reading gives what inference drafts."""
+    """The fault whose hypothesis gives what inference drafts.
+
+    Args:
+        compared: logits of both ways, row by row.
+        lens: the step and its reference, or why there is none.
+        values: what stood in the output projections meanwhile.
+        limit: distance that rounding may make.
+        worst: the largest distance found.
+    """
     off = sum(int((each.draft_distance > limit).sum()) for each in compared)
     count = sum(len(each.draft_distance) for each in compared)
     numbers = f"logits are up to {worst:.3g} of their deviation apart at {off} of {count} anchors (limit {limit:.2g})"
-    evidence: tuple[tuple[str, Value], ...] = (("apart", worst), ("anchors", off), ("limit", limit))
+    evidence: dict[str, Value] = {"apart": worst, "anchors": off, "limit": limit}
 
     def fault(name: str, words: str) -> FoundDeviation:
-        return FoundDeviation(
-            name=name, measured=f"{words}{'; ' if words else ''}{numbers}", evidence=evidence
-        )
+        return FoundDeviation(name, f"{words}{'; ' if words else ''}{numbers}", evidence)
 
-    factor = factor_between(compared, limit)
+    # From the narrowest name to the widest: a factor, a hypothesis, a position from which on it is off.
+    factor = find_common_factor(compared, limit)
     if factor is not None:
         return fault("decode-head", f"the logits are {factor:.4g} times the step's")
     if not isinstance(lens, str):
         found = explain_gap(compared, lens, values, limit, lambda: _mask_row(compared[-1], lens.table))
         if found is not None:
             return fault("decode-training" if found.training else NAMES[found.kind], found.words)
-    late = from_position(compared, limit)
+    late = find_last_agreement(compared, limit)
     if late is not None:
         return fault("decode-long", f"up to position {late[0]} they agree, from {late[1]} on they do not")
     return fault("decode-not-recognised", "" if not isinstance(lens, str) else lens)
@@ -213,7 +224,7 @@ def _mask_row(each: DraftLogits, table: Tensor) -> int | None:
     before = _inference(one)
     ids = torch.arange(len(table))
     rest = ids[~torch.isin(ids, look.batch.tokens[one.anchors])]
-    rows = filling_rows(lambda: not torch.equal(_inference(one), before), table, rest)
+    rows = find_filling_rows(lambda: not torch.equal(_inference(one), before), table, rest)
     return int(rows[0]) if len(rows) == 1 else None
 
 
@@ -222,6 +233,7 @@ def _mask_row(each: DraftLogits, table: Tensor) -> int | None:
 
 def _loop(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[str, Value]]:
     """Whether drafting and verifying writes the target's own text."""
+    # Random prompts leave the target unsure, so that a wrong state changes its next token soon.
     adapter, same, refused = subject.adapter, 0, 0
     generator = torch.Generator().manual_seed(4)
     for _ in range(PROMPTS):
@@ -231,6 +243,7 @@ def _loop(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[str
         with subject.guard_adapter_call("generate"), torch.no_grad():
             said, lengths = adapter.generate(prompt, NEW)
         said, lengths = list(said), list(lengths)
+        # The first token that differs; equal texts and ties in the target's own logits are no fault.
         refused += sum(length < subject.block for length in lengths[:-1])
         wrong = next((n for n, pair in enumerate(zip(own, said, strict=False)) if pair[0] != pair[1]), None)
         if wrong is None and len(own) == len(said):
@@ -256,14 +269,22 @@ def _loop(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[str
 def _loop_fault(
     block: int, own: list[int], said: list[int], lengths: list[int], wrong: int
 ) -> FoundDeviation:
-    """A text that is not the target's, by where it leaves it."""
+    """A text that is not the target's, by where it departs from it.
+
+    Args:
+        block: B; a cycle that writes fewer tokens had a rejection.
+        own: the target's own text.
+        said: what drafting and verifying wrote.
+        lengths: tokens written by each cycle.
+        wrong: the first place where the texts differ.
+    """
     ends = [1 + sum(lengths[: n + 1]) for n in range(len(lengths))]
     cycle = next((n for n, end in enumerate(ends) if end > wrong), len(lengths))
     rejections = sum(length < block for length in lengths[:cycle])
     name = "recurrent-state" if rejections else "verification"
     told = f"{own[wrong]} becomes {said[wrong]}" if wrong < min(len(own), len(said)) else "the text ends"
     words = f"at token {wrong} of {len(own)} {told}, in cycle {cycle + 1}, after {rejections} rejections"
-    return FoundDeviation(name=name, measured=words, evidence=(("token", wrong), ("rejections", rejections)))
+    return FoundDeviation(name, words, {"token": wrong, "rejections": rejections})
 
 
 def _tie(subject: ExaminedAdapter, text: list[int], one: int, other: int) -> bool:

@@ -4,7 +4,7 @@ The checkpoint is written (`export`) into a temporary folder and read by our own
 layout) or by speculators (its own), as far as they are installed; each computes the blocks of the shared row, and its
 hidden states times the step's head must be the step's logits. Before it is written each layer's output projection is
 scaled until attention adds as much as the residual, where the exporter writes the live parameters. Then what the file
-says is held against the recipe: weights, conditioning layers under the layout's convention, mask token, block size
+declares is compared with the recipe: weights, conditioning layers under the layout's convention, mask token, block size
 against speculative tokens, window and causal flags, rope, the draft vocabulary's maps row by row against the target's
 head, copies of the target's tensors.
 
@@ -21,7 +21,6 @@ vllm#47745 (causal flag), vllm-ascend#9795 (head and maps), ModelOpt#1621 and Ne
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,29 +28,30 @@ from torch import Tensor
 from parity.errors import ParityError
 from parity.model.dflash.export import ImportedCheckpoint
 from parity.probes.adapters.base import NotExposed
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.drafter.checkpoint_readers import (
     OwnReader,
     ReaderRefusal,
     ReaderUnavailable,
     import_checkpoint,
-    peers_of,
-    quiet,
+    list_peer_readers,
+    silence_transformers,
 )
-from parity.probes.instruments.drafter.hypotheses import VisibleStep, hypothesis_table
+from parity.probes.instruments.drafter.hypotheses import VisibleStep, find_embedding
 from parity.probes.instruments.drafter.inference import (
     ALL,
     LEAST_GAP,
     DraftLogits,
+    compute_draft_logits,
+    estimate_logit_limit,
     explain_gap,
-    factor_between,
+    find_common_factor,
     is_declared_gap,
-    limit_of,
-    logits_of,
 )
 from parity.probes.instruments.drafter.receptive_field import ProbeBatch
 from parity.probes.instruments.drafter.reference import DrafterHypothesis, override_parameters
-from parity.probes.subject import AdapterError, ExaminedAdapter, FoundDeviation, make_probe_answer
+from parity.probes.subject import AdapterError, ExaminedAdapter
 from parity.reports.record import Value
 
 EXPORT_ANCHORS = 6
@@ -93,6 +93,7 @@ class ExportProbe:
 
     def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a fault."""
+        # Written with attention scaled up, and once more as it is where the exporter writes a copy.
         look = _look(subject)
         reading = DrafterHypothesis.from_recipe(subject.recipe, subject.adapter.configured)
         lens = VisibleStep.of([look], reading, ALL)
@@ -103,9 +104,11 @@ class ExportProbe:
             if values and not written.holds(values):
                 values = {}
                 written = ExportedCheckpoint(subject, look, reading, Path(place) / "plain")
-            trained = logits_of(look, look.step_output.hidden if not values else lens.whole.found[0])  # type: ignore[union-attr]
+            scaled = None if isinstance(lens, str) or not values else lens.whole.found[0]
+            trained = compute_draft_logits(look, look.step_output.hidden if scaled is None else scaled)
             said, compared, notes = written.read(trained)
-        limit = max(limit_of(look, lens), ROUNDED if written.narrower else 0.0)
+        # What the file declares comes first: a reader that differs for that reason is not named again.
+        limit = max(estimate_logit_limit(look, lens), ROUNDED if written.narrower else 0.0)
         faults = [*written.refused, *_check_statement(written, reading, subject), *_weights(written)]
         if not faults:
             off = [
@@ -116,6 +119,7 @@ class ExportProbe:
             made = [_name_difference(name, compared[name], lens, values, limit) for name in off]
             notes += [fault.measured for fault in made if is_declared_gap(subject, fault.measured)]
             faults = [fault for fault in made if not is_declared_gap(subject, fault.measured)][:1]
+        # The sentence and its facts.
         worst = max((float(each.draft_distance.max()) for each in compared.values()), default=float("inf"))
         words = f"{written.layout} layout, {written.dtype}; read by {', '.join(said) or 'nobody'}"
         words += f"; logits at {len(look.anchors)} anchors at most {worst:.2g} of their deviation apart"
@@ -131,7 +135,7 @@ class ExportProbe:
 
 
 def _look(subject: ExaminedAdapter) -> ProbeBatch:
-    """Blocks of the shared row that end in it, as speculators wants them, with a state before them."""
+    """Blocks of the shared row that end within it, as speculators requires, with a state before them."""
     batch = subject.batch
     anchors = subject.anchors(batch, 2 * EXPORT_ANCHORS)
     inside = anchors[(anchors + subject.block <= len(batch.tokens)) & (batch.position[anchors] > 0)]
@@ -147,7 +151,12 @@ class ExportedCheckpoint:
         self, subject: ExaminedAdapter, look: ProbeBatch, reading: DrafterHypothesis, folder: Path
     ) -> None:
         self.subject, self.look, self.folder = subject, look, folder
-        with subject.guard_adapter_call("export"), torch.random.fork_rng(), torch.no_grad(), quiet():
+        with (
+            subject.guard_adapter_call("export"),
+            torch.random.fork_rng(),
+            torch.no_grad(),
+            silence_transformers(),
+        ):
             self.layout = subject.adapter.export(folder)
         if self.layout not in ("zlab", "speculators"):
             raise AdapterError("export", "a layout: zlab or speculators", repr(self.layout))
@@ -189,7 +198,7 @@ class ExportedCheckpoint:
 
     @property
     def facts(self) -> dict[str, Value]:
-        """What the file says."""
+        """What the file declares."""
         if self.imported is None:
             return {}
         config, wiring = self.imported.drafter.config, self.imported.wiring
@@ -202,9 +211,20 @@ class ExportedCheckpoint:
         }
 
     def read(self, trained: Tensor) -> tuple[list[str], dict[str, DraftLogits], list[str]]:
-        """(readers that computed, their logits, notes on those that did not)."""
-        readers = [*([OwnReader(self.imported)] if self.imported is not None else []), *peers_of(self.layout)]
-        table, fc_input = hypothesis_table(self.subject), self.look.step_output.fc_input.detach()
+        """Let every reader of the layout compute the blocks.
+
+        Args:
+            trained: logits of the step, [A, B - 1, V].
+
+        Returns:
+            Readers that computed, their logits by name, notes on those that are not available. A refusal is added to
+            `refused`.
+        """
+        readers = [
+            *([OwnReader(self.imported)] if self.imported is not None else []),
+            *list_peer_readers(self.layout),
+        ]
+        table, fc_input = find_embedding(self.subject), self.look.step_output.fc_input.detach()
         head = self.look.step_output.head.detach().double()
         said: list[str] = []
         compared: dict[str, DraftLogits] = {}
@@ -217,9 +237,7 @@ class ExportedCheckpoint:
                 notes.append(f"{reader.name} was not asked: {reason}")
                 continue
             except ReaderRefusal as error:
-                self.refused += (
-                    [] if self.refused else [FoundDeviation(name="export-unreadable", measured=str(error))]
-                )
+                self.refused += [] if self.refused else [FoundDeviation("export-unreadable", str(error))]
                 continue
             said.append(reader.name)
             if hidden.shape[1] == self.subject.block:
@@ -229,27 +247,28 @@ class ExportedCheckpoint:
 
 
 def _question(error: ParityError) -> FoundDeviation:
-    """A refusal of our reader, by what it is about."""
+    """A refusal of our reader, named by the word that it contains."""
     text = f"{error.asked}: {error.found}"
     name = next((name for word, name in QUESTIONS if word in text), "export-unreadable")
-    return FoundDeviation(name=name, measured=f"our reader refuses it: {text}", evidence=(("refused", text),))
+    return FoundDeviation(name, f"our reader refuses it: {text}", {"refused": text})
 
 
 def _check_statement(
     written: ExportedCheckpoint, reading: DrafterHypothesis, subject: ExaminedAdapter
 ) -> list[FoundDeviation]:
-    """What the file says against the recipe, and against the drafter's configuration where it is known."""
+    """What the file declares against the recipe, and against the drafter's configuration where it is known."""
     if written.imported is None:
         return []
     recipe, read = subject.recipe, written.imported
     config, faults = read.drafter.config, list[FoundDeviation]()
 
-    def check(name: str, what: str, found: Any, wanted: Any) -> None:
+    def check(name: str, what: str, found: object, wanted: object) -> None:
         if found != wanted:
             words = f"{what} {found} in the file, {wanted} in training"
-            evidence: tuple[tuple[str, Value], ...] = (("file", str(found)), ("training", str(wanted)))
-            faults.append(FoundDeviation(name=name, measured=words, evidence=evidence))
+            evidence: dict[str, Value] = {"file": str(found), "training": str(wanted)}
+            faults.append(FoundDeviation(name, words, evidence))
 
+    # What every recipe declares, then rope and epsilon, which only a configuration does.
     check("export-layer-ids", "conditioning layers", read.wiring.layers, recipe.conditioning.decoder_layers)
     check("export-mask-token", "mask token", config.mask_token_id, recipe.block.mask_token_id)
     check("export-block-size", "block size", config.block_size, recipe.block.size)
@@ -269,7 +288,7 @@ def _check_statement(
 
 
 def _vocabulary(written: ExportedCheckpoint) -> list[FoundDeviation]:
-    """Whether every draft id stands for the target token whose head row the step uses."""
+    """Whether every draft id is that of the target token whose head row the step uses."""
     assert written.imported is not None
     vocab, head = written.imported.drafter.draft_vocab, written.look.step_output.head.detach()
     try:
@@ -279,12 +298,12 @@ def _vocabulary(written: ExportedCheckpoint) -> list[FoundDeviation]:
     ids = torch.arange(len(own)) if vocab is None else vocab.to_target(torch.arange(len(vocab.d2t)))
     if len(ids) != len(head):
         words = f"{len(ids)} draft ids in the file, a head of {len(head)} rows in training"
-        return [FoundDeviation(name="export-vocabulary", measured=words, evidence=(("ids", len(ids)),))]
+        return [FoundDeviation("export-vocabulary", words, {"ids": len(ids)})]
     wrong = int((own[ids].to(head) != head).any(1).sum())
     if not wrong or vocab is None:
         return []
     words = f"{wrong} of {len(ids)} draft ids stand for other target tokens than the step's head has rows of"
-    return [FoundDeviation(name="export-vocabulary", measured=words, evidence=(("ids", wrong),))]
+    return [FoundDeviation("export-vocabulary", words, {"ids": wrong})]
 
 
 def _copies(written: ExportedCheckpoint) -> list[FoundDeviation]:
@@ -292,7 +311,7 @@ def _copies(written: ExportedCheckpoint) -> list[FoundDeviation]:
     assert written.imported is not None
     wanted = {
         "lm_head.weight": written.look.step_output.head.detach(),
-        "embed_tokens.weight": hypothesis_table(written.subject),
+        "embed_tokens.weight": find_embedding(written.subject),
     }
     for name, tensor in written.imported.shared.items():
         own = wanted.get(name)
@@ -301,7 +320,7 @@ def _copies(written: ExportedCheckpoint) -> list[FoundDeviation]:
         same = own.shape == tensor.shape and torch.equal(own.detach().to(tensor), tensor)
         if not same:
             words = f"{name} in the file {list(tensor.shape)} is not the step's {list(own.shape)}"
-            return [FoundDeviation(name="export-shared", measured=words, evidence=(("tensor", name),))]
+            return [FoundDeviation("export-shared", words, {"tensor": name})]
     return []
 
 
@@ -317,13 +336,7 @@ def _weights(written: ExportedCheckpoint) -> list[FoundDeviation]:
         return []
     first = max(wrong, key=lambda name: wrong[name])
     words = f"{len(wrong)} of {len(written.tensors)} tensors differ, {first} by up to {wrong[first]:.3g}"
-    return [
-        FoundDeviation(
-            name="export-weights",
-            measured=words,
-            evidence=(("tensors", len(wrong)), ("largest", wrong[first])),
-        )
-    ]
+    return [FoundDeviation("export-weights", words, {"tensors": len(wrong), "largest": wrong[first]})]
 
 
 def _name_difference(
@@ -332,16 +345,14 @@ def _name_difference(
     """Why a reader that finds everything as declared computes something else."""
     apart = float(each.draft_distance.max())
     numbers = f"{reader}'s logits are up to {apart:.3g} of their deviation apart (limit {limit:.2g})"
-    evidence: tuple[tuple[str, Value], ...] = (("apart", apart), ("limit", limit), ("reader", reader))
-    factor = factor_between([each], limit)
+    evidence: dict[str, Value] = {"apart": apart, "limit": limit, "reader": reader}
+    factor = find_common_factor([each], limit)
     if factor is not None:
         words = f"they are {factor:.4g} times the step's; {numbers}"
-        return FoundDeviation(name="export-not-recognised", measured=words, evidence=evidence)
+        return FoundDeviation("export-not-recognised", words, evidence)
     found = None if isinstance(lens, str) else explain_gap([each], lens, values, limit)
     if found is None:
-        return FoundDeviation(name="export-not-recognised", measured=numbers, evidence=evidence)
+        return FoundDeviation("export-not-recognised", numbers, evidence)
     who = "training" if found.training else reader
     words = f"{found.words} for {who}; {numbers}"
-    return FoundDeviation(
-        name=EXPORT_KINDS.get(found.kind, "export-not-recognised"), measured=words, evidence=evidence
-    )
+    return FoundDeviation(EXPORT_KINDS.get(found.kind, "export-not-recognised"), words, evidence)

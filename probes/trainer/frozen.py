@@ -3,7 +3,7 @@
 One whole optimizer step of the trainer (`update`), then everything is put back. Exact, bit for bit: a parameter that
 the recipe freezes may not change, whatever moved it (gradient, weight decay, a tied tensor); every other parameter
 must have been given a gradient, be held by the optimizer and change. Where `update` or `optimizer` is not shown, the
-gradients of the step's loss and the flags are asked alone, and the sentence says so. A learning rate of 0 (the first
+gradients of the step's loss and the flags are examined alone, and the sentence says so. A learning rate of 0 (the first
 step of a warmup) moves nothing: then gradients and membership decide. Gradients are the step's own, by autograd.
 
 The embedding and the head must be the target's own, row by row (`reference`), in the trainer's precision; a reduced
@@ -11,7 +11,7 @@ head's rows must each be one of them.
 
 Cost: one step with backward and optimizer. Finds: SpecForge#455 (a head that was initialised, not loaded), speculators'
 `from_pretrained` without a verifier (a random embedding), parameters that nobody thaws (SpecForge#563). Whether norms
-get weight decay is told, not judged. Faults: the `frozen` rows of `parity.probes.deviations`.
+get weight decay is reported, not judged. Faults: the `frozen` rows of `parity.probes.deviations`.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,11 @@ from torch import Tensor
 
 from parity.model.training.step import is_frozen
 from parity.probes.adapters.base import NotExposed
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, make_probe_answer
+from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Value
+from parity.reports.words import shorten_list
 
 TEACHERS = ("verifier_",)
 """What names of the teacher's own parts begin with (speculators): copies that never train."""
@@ -85,6 +87,7 @@ class ParameterChange:
 
 
 def _has_stepped(seen: dict[str, ParameterChange]) -> bool:
+    """Whether anything moved."""
     return any(each.moved for each in seen.values())
 
 
@@ -93,7 +96,7 @@ def _watch_parameters(subject: ExaminedAdapter) -> dict[str, ParameterChange]:
     batch = subject.batch
     states, anchors = subject.states(batch), subject.anchors(batch)
     parameters = subject.parameters
-    with subject.restore_state():
+    with subject.restore_state():  # everything below is undone
         before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
         groups, gradients = _groups(subject), _by_autograd(subject)
         try:
@@ -102,6 +105,7 @@ def _watch_parameters(subject: ExaminedAdapter) -> dict[str, ParameterChange]:
             stepped = True
         except NotExposed:
             stepped = False
+        # Compared while the changed values are still there.
         found = {}
         for name, tensor in parameters.items():
             gradient, rate = gradients[name], None if groups is None else groups.get(_key(tensor))
@@ -147,13 +151,13 @@ def _frozen_faults(seen: dict[str, ParameterChange], names: Sequence[str]) -> li
     if moved:
         size = max(seen[name].change for name in moved)
         why = "with a gradient" if any(seen[name].gradient for name in moved) else "without a gradient"
-        words = f"{_list(moved)} changed by up to {size:.3g} in one step, {why}"
-        return [FoundDeviation(name="frozen-trains", measured=words, evidence=(("change", size),))]
+        words = f"{shorten_list(moved, 3)} changed by up to {size:.3g} in one step, {why}"
+        return [FoundDeviation("frozen-trains", words, {"change": size})]
     ready = [name for name in names if seen[name].flag and (seen[name].gradient or seen[name].held)]
     if ready:
         size = max(seen[name].gradient or 0.0 for name in ready)
-        words = f"{_list(ready)} asks for gradients and gets up to {size:.3g}"
-        return [FoundDeviation(name="frozen-trains", measured=words, evidence=(("gradient", size),))]
+        words = f"{shorten_list(ready, 3)} asks for gradients and gets up to {size:.3g}"
+        return [FoundDeviation("frozen-trains", words, {"gradient": size})]
     return []
 
 
@@ -178,16 +182,12 @@ def _trained_faults(seen: dict[str, ParameterChange], names: Sequence[str]) -> l
     }
     return [
         FoundDeviation(
-            name=reason,
-            measured=f"{len(found)} of {len(names)} {words[reason]}: {_list(found)}",
-            evidence=(("parameters", len(found)),),
+            reason,
+            f"{len(found)} of {len(names)} {words[reason]}: {shorten_list(found, 3)}",
+            {"parameters": len(found)},
         )
         for reason, found in reasons.items()
     ]
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _decay(subject: ExaminedAdapter, seen: dict[str, ParameterChange]) -> float | None:
@@ -201,7 +201,7 @@ def _decay(subject: ExaminedAdapter, seen: dict[str, ParameterChange]) -> float 
 
 
 def _check_shared(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], list[str]]:
-    """Whether the embedding and the head are the target's, and what could not be asked."""
+    """Whether the embedding and the head are the target's: faults, and a note on each part."""
     try:
         reference = subject.reference(subject.batch)
     except NotExposed as missing:
@@ -219,9 +219,7 @@ def _check_shared(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], list[
         wrong, size = _unlike(own.detach(), wanted[name])
         if wrong:
             words = f"{wrong} of {len(own)} rows of {name} are not the target's, by up to {size:.3g}"
-            faults.append(
-                FoundDeviation(name=fault, measured=words, evidence=(("rows", wrong), ("change", size)))
-            )
+            faults.append(FoundDeviation(fault, words, {"rows": wrong, "change": size}))
         else:
             told.append(f"{name}: all {len(own)} rows are the target's")
     return faults, told
@@ -232,8 +230,13 @@ PARAMETER_CHUNK = 8192
 
 
 def _unlike(own: Tensor, target: Tensor) -> tuple[int, float]:
-    """(rows of `own` [n, D] that are not the target's [V, D], the largest difference). As many rows: in their places;
-    fewer: each must be one of the target's, which is found by a random projection."""
+    """How many rows are not the target's, and the largest difference.
+
+    Args:
+        own: [n, D] the trainer's embedding or head. Of n = V rows each is compared in its place; of fewer each must be
+            one of the target's, which is found by a random projection.
+        target: [V, D].
+    """
     if own.shape[1] != target.shape[1]:
         return len(own), float("inf")
     target = target.detach()

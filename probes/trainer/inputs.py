@@ -3,18 +3,19 @@
 Three looks, none of which believes a configuration:
 1. Influence. Each captured slice in turn is rolled along the row; drafts that change, and labels (read from the
    gradient at the head's input, `parity.probes.instruments.loss.labels`) that change, are that slice's
-   influence. Exact: what is not connected does not change by one bit. The gradient of the drafts stands beside
-   it.
+   influence. Exact: what is not connected does not change by one bit. The drafts' gradient is reported beside it.
 2. Place. Rolling a slice moves exactly its own columns of fc's input: which, and in which order; the values there are
    the slice's. The gradient at fc's input is the one at the slices, so that what is shown is what is used.
-3. Identity. What the trainer's own capture delivers is held against every layer of the target itself: each slice has to
-   be the layer it is called. Tolerance: relative L2 of 1e-4 in float32 (another order of sums), eight units in the last
-   place (.06) in bfloat16, where neighbouring layers differ by more; else the nearest layer is named.
+3. Identity. What the trainer's own capture delivers is compared with every layer of the target itself: each slice has
+   to be the layer it is called. Tolerance: relative L2 of 1e-4 in float32 (another order of sums), eight units in the
+   last place (.06) in bfloat16, where neighbouring layers differ by more; else the nearest layer is named.
 
-Bugs it finds: fc fed the slice that defines the labels (design.md section 1, speculators#705), layer ids one
+Bugs it finds: fc fed the slice that defines the labels (speculators#705; docs/case-study.md), layer ids one
 off (vllm#40727, TorchSpec#87, ModelOpt's vLLM dump), slices in another order, labels from a conditioning slice,
 dead slices, norms left out or applied at capture, rows one token late. Cost: one step a slice and two more, one
 forward pass of the target and one of the capture. Faults: the `inputs` rows of `parity.probes.deviations`.
+
+Shapes: S tokens of the row, N captured slices, D width, F = features that enter fc, n slots that get a gradient.
 """
 
 from dataclasses import dataclass, replace
@@ -24,17 +25,19 @@ from torch import Tensor
 
 from parity.model.training.anchors import PADDING
 from parity.probes.adapters.base import AdapterStep, NotExposed, TargetReference
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch
 from parity.probes.instruments.loss.head_gradient import HeadGradients
-from parity.probes.instruments.loss.labels import ENOUGH, LabelEstimate, is_same_label, label_step_of
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, list_fc_taps, make_probe_answer
-from parity.reports.record import Chart, Column, Table, Value
+from parity.probes.instruments.loss.labels import ENOUGH, LabelEstimate, is_same_label, take_label_step
+from parity.probes.subject import ExaminedAdapter, list_fc_taps
+from parity.reports.record import Chart, Table, Value, declare_columns
+from parity.reports.words import shorten_list
 
 ROLL = 7
 """Tokens by which a slice is rolled: prime, so that no period of the row is met."""
 TOLD = 3
-"""Slices told in a sentence; the table has all."""
+"""Slices named in a sentence; the table has all."""
 SAME_SLICE = 1e-4
 """Relative L2 up to which a captured slice is a layer, in float32."""
 ULPS = 8
@@ -88,12 +91,13 @@ class InputsProbe:
 
 
 def _influences(subject: ExaminedAdapter) -> tuple[list[SliceInfluence], str, int]:
-    """One for each captured slice, what could not be asked in words, and the features that enter fc."""
-    step = label_step_of(subject)
+    """One for each captured slice, in words what could not be examined, and how many features enter fc."""
+    step = take_label_step(subject)
     crafted, shown, before = step.crafted, step.shown, step.reading
     gradients, same = _gradients(shown, step.states, subject.adapter.width)
     readable = before is not None and float(before.has_label.double().mean()) >= ENOUGH
     made = []
+    # One slice at a time is rolled along the row, padding apart, and the step runs again.
     for number, tap in enumerate(subject.adapter.slices):
         other = crafted.states.clone()
         real = crafted.batch.document != PADDING
@@ -116,7 +120,17 @@ def _influences(subject: ExaminedAdapter) -> tuple[list[SliceInfluence], str, in
 
 
 def _gradients(shown: AdapterStep, states: Tensor, width: int) -> tuple[list[float] | None, bool | None]:
-    """Per slice the share of the drafts' gradient, and whether fc's input has the same; None where not in the graph."""
+    """Where the gradient of the drafts arrives.
+
+    Args:
+        shown: a step with its graph.
+        states: [S, N, D] the leaf that it was made from.
+        width: D.
+
+    Returns:
+        Each slice's share of the gradient's norm, None where states are not in the graph; and whether fc's input has
+        a gradient of the same norm, None where it has none.
+    """
     generator = torch.Generator().manual_seed(3)
     direction = torch.randn(shown.hidden.shape, generator=generator).to(shown.hidden)
     found = (
@@ -184,46 +198,50 @@ def _order(influences: list[SliceInfluence]) -> list[str]:
 def _layer_faults(
     subject: ExaminedAdapter, influences: list[SliceInfluence], wanted: tuple[str, ...], shown_width: int
 ) -> list[FoundDeviation]:
-    """Which slices enter, in which order, and whether each does something."""
+    """Which slices enter, in which order, and whether each does something: the first group that has a fault.
+
+    Args:
+        subject: the adapter that is examined.
+        influences: of every captured slice.
+        wanted: taps that the recipe feeds to fc, in order.
+        shown_width: F.
+    """
     by_tap = {each.tap: each for each in influences}
     feeding = [each.tap for each in influences if each.columns or each.drafts > 0]
     extra, missing = (
         [tap for tap in feeding if tap not in wanted],
         [tap for tap in wanted if tap not in feeding],
     )
-    numbers = tuple((f"{each.tap} moves drafts by", each.drafts) for each in influences)
+    numbers = {f"{each.tap} moves drafts by": each.drafts for each in influences}
     faults = []
+    # Columns of fc that nothing moves: a slice that is cut off, not one that is exchanged for another.
     blocks = shown_width // subject.adapter.width
     still = blocks - len({column for each in influences for column in each.columns})
     if missing and not extra and still == len(missing):
         words = f"{', '.join(missing)} do not reach fc: {still} of {blocks} blocks of its columns stand still"
-        return [FoundDeviation(name="fc-dead", measured=words, evidence=numbers)]
+        return [FoundDeviation("fc-dead", words, numbers)]
+    # Other slices than declared: then their order and their values have no meaning.
     if extra or missing:
         teacher_only = extra and not missing and len(extra) == 1
         words = f"{', '.join(feeding) or 'no slice'} feed fc, declared {', '.join(wanted)}"
         if teacher_only:
             size = by_tap[extra[0]].drafts
             words = f"{extra[0]} moves the drafts by {size:.2g}, beside {len(wanted)} declared slices"
-        faults.append(
-            FoundDeviation(
-                name="fc-teacher" if teacher_only else "fc-layers", measured=words, evidence=numbers
-            )
-        )
+        faults.append(FoundDeviation("fc-teacher" if teacher_only else "fc-layers", words, numbers))
         return faults
+    # The declared slices: in their order, each of them with an effect, each with its own values.
     order = _order(influences)
     if order and order != list(wanted):
         words = f"fc's columns hold {', '.join(order)}, declared {', '.join(wanted)}"
-        faults.append(
-            FoundDeviation(name="fc-order", measured=words, evidence=(("blocks of columns", len(order)),))
-        )
+        faults.append(FoundDeviation("fc-order", words, {"blocks of columns": len(order)}))
     dead = [tap for tap in wanted if by_tap[tap].drafts == 0]
     if dead:
         words = f"{', '.join(dead)} enter fc and move the drafts by 0"
-        faults.append(FoundDeviation(name="fc-dead", measured=words, evidence=numbers))
+        faults.append(FoundDeviation("fc-dead", words, numbers))
     altered = [tap for tap in wanted if by_tap[tap].columns and not by_tap[tap].copied]
     if altered and not dead:
         words = f"{', '.join(altered)}: {len(altered)} of {len(wanted)} slices are not what enters fc"
-        faults.append(FoundDeviation(name="fc-altered", measured=words, evidence=(("slices", len(altered)),)))
+        faults.append(FoundDeviation("fc-altered", words, {"slices": len(altered)}))
     return faults
 
 
@@ -235,23 +253,24 @@ def _label_faults(
         return []
     moving = {each.tap: each.labels or 0.0 for each in influences if each.labels}
     from_conditioning = {tap: share for tap, share in moving.items() if tap in wanted}
-    numbers = tuple((f"{each.tap} moves labels", each.labels) for each in influences)
+    numbers = {f"{each.tap} moves labels": each.labels for each in influences}
     if from_conditioning:
         words = ", ".join(
             f"{tap} moves {share:.0%} of the labels" for tap, share in from_conditioning.items()
         )
-        return [FoundDeviation(name="labels-from-conditioning", measured=words, evidence=numbers)]
+        return [FoundDeviation("labels-from-conditioning", words, numbers)]
     others = [each.tap for each in influences if each.tap not in wanted]
     if subject.recipe.needs_teacher and not moving:
         words = f"none of {len(influences)} slices moves a label ({', '.join(others) or 'no teacher slice captured'})"
-        return [FoundDeviation(name="labels-without-teacher", measured=words, evidence=numbers)]
+        return [FoundDeviation("labels-without-teacher", words, numbers)]
     if not subject.recipe.needs_teacher and moving:
         words = ", ".join(f"{tap} moves {share:.0%} of the labels" for tap, share in moving.items())
-        return [FoundDeviation(name="labels-undeclared-teacher", measured=words, evidence=numbers)]
+        return [FoundDeviation("labels-undeclared-teacher", words, numbers)]
     return []
 
 
 def _words(influences: list[SliceInfluence]) -> str:
+    """What moves the drafts, and what the labels."""
     drafts = [each.tap for each in influences if each.drafts > 0]
     text = f"{', '.join(drafts) or 'no slice'} move the drafts"
     if all(each.labels is None for each in influences):
@@ -270,12 +289,9 @@ def _matrix(influences: list[SliceInfluence]) -> Table:
     return Table(
         name="inputs.influence",
         title="What every captured slice moves",
-        columns=(
-            Column(key="slice", title="slice"),
-            Column(key="side", title="moves"),
-            Column(key="influence", title="influence", unit="relative change, share of labels", kind="float"),
-            Column(key="gradient", title="share of gradient", kind="float"),
-            Column(key="columns", title="fc's columns", unit="blocks of D"),
+        columns=declare_columns(
+            "slice | side moves | influence:float (relative change, share of labels) | "
+            "gradient:float share of gradient | columns fc's columns (blocks of D)"
         ),
         rows=tuple(rows),
         caption=f"Each slice is rolled by {ROLL} tokens.",
@@ -297,11 +313,12 @@ class CaptureIdentity:
 
 
 def _identify(subject: ExaminedAdapter) -> CaptureIdentity | str:
-    """Every slice against every layer, or why that was not asked."""
+    """Every slice against every layer, or why they were not compared."""
     try:
         captured, reference = subject.captured_states, subject.target_reference
     except NotExposed as missing:
         return f"the adapter does not show {missing.args[0]}"
+    # Narrow dtypes round: the limit is theirs where it is wider than float32's.
     real = subject.batch.document != PADDING
     limit = max(SAME_SLICE, ULPS * torch.finfo(captured.dtype).eps)
     rows: list[tuple[Value, ...]] = []
@@ -313,13 +330,9 @@ def _identify(subject: ExaminedAdapter) -> CaptureIdentity | str:
     table = Table(
         name="inputs.capture",
         title="Which layer of the target every captured slice is",
-        columns=(
-            Column(key="slice", title="slice", kind="int"),
-            Column(key="tap", title="called"),
-            Column(key="own", title="from that layer", unit="relative L2", kind="float"),
-            Column(key="nearest", title="nearest"),
-            Column(key="error", title="from the nearest", unit="relative L2", kind="float"),
-            Column(key="shift", title="rows late", kind="int"),
+        columns=declare_columns(
+            "slice:int | tap called | own:float from that layer (relative L2) | nearest | "
+            "error:float from the nearest (relative L2) | shift:int rows late"
         ),
         rows=tuple(rows),
         caption=f"Limit {limit:.2g}.",
@@ -344,7 +357,15 @@ class SliceMatchToLayer:
 def _match(
     captured: Tensor, tap: str, reference: TargetReference, real: Tensor, document: Tensor
 ) -> SliceMatchToLayer:
-    """The nearest state of the target, first row for row, then a row off within documents."""
+    """The nearest state of the target, first row for row, then a row off within documents.
+
+    Args:
+        captured: [S, D] one slice as the trainer's capture delivers it.
+        tap: what it is called.
+        reference: the target's own states.
+        real: bool [S] tokens that are no padding.
+        document: [S].
+    """
     slice_ = captured[real].double().cpu()
     states = {name: each[real].double().cpu() for name, each in reference.states.items()}
 
@@ -357,6 +378,7 @@ def _match(
         there = state.roll(shift, 0)[inside]
         return float((slice_[inside] - there).norm() / there.norm().clamp(min=1e-30))
 
+    # In place, then one row early or late, which has to be four times as near.
     errors = {name: error(state, 0) for name, state in states.items()}
     own = errors.get(tap, float("inf"))
     nearest = tap if tap in errors and own <= min(errors.values()) else min(errors, key=errors.__getitem__)
@@ -373,12 +395,12 @@ def _match(
 def _identity_faults(
     subject: ExaminedAdapter, matches: list[SliceMatchToLayer], limit: float
 ) -> list[FoundDeviation]:
+    """One fault for all wrong slices, named by what they have in common."""
     wrong = [match for match in matches if not match.own <= limit]
     if not wrong:
         return []
-    numbers = tuple((f"{match.tap} from {match.nearest}", match.error) for match in wrong)
-    words = ", ".join(_match_words(match) for match in wrong[:TOLD])
-    words += f", and {len(wrong) - TOLD} more" if len(wrong) > TOLD else ""
+    numbers = {f"{match.tap} from {match.nearest}": match.error for match in wrong}
+    words = shorten_list([_match_words(match) for match in wrong], TOLD, last=", and ")
     known = [match for match in wrong if match.error <= limit]
     name = "capture-differs"
     if len(known) == len(wrong):
@@ -396,7 +418,7 @@ def _identity_faults(
             name = "layer-shift"
         else:
             name = "layer-wrong"
-    return [FoundDeviation(name=name, measured=words, evidence=numbers)]
+    return [FoundDeviation(name, words, numbers)]
 
 
 _FINAL = {"final.prenorm", "final.postnorm"}

@@ -2,8 +2,8 @@
 
 The label is read from the gradient at the head's input: of all tokens of the draft's vocabulary it is the one whose
 cross-entropy explains a slot's gradient (what soft terms and smoothing may add is projected out first). The row's
-tokens are all different, and the teacher's argmax after every token is another one, so that a label tells its source
-and its place; distributions are told by which state's they are. Which slots are trained at all is which get a
+tokens are all different, and the teacher's argmax after every token is another one, so that a label gives its source
+and its place away; a distribution is recognised by the state that it comes from. Trained slots are those that get a
 gradient.
 
 Test: exact. A label counts as read where what is left of the slot's gradient is below 1e-5, or eight times what
@@ -15,6 +15,8 @@ Bugs it finds: labels one token off (SpecForge#455, #885, speculators#760), labe
 (speculators#901), trained prompts and holes, data for the teacher's argmax (speculators#818), wrong vocabulary
 maps. Cost: two steps, one gradient, one product of [slots, D] and [D, V]. Faults: the `label` rows of
 `parity.probes.deviations`.
+
+Shapes: S tokens of the row, A anchors, B slots of a block, n slots that get a gradient, V draft vocabulary.
 """
 
 from collections import Counter
@@ -24,15 +26,17 @@ import torch
 from torch import Tensor
 
 from parity.model.training.anchors import PADDING, blocks_at
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch
 from parity.probes.instruments.loss.head_gradient import HeadGradients
-from parity.probes.instruments.loss.labels import ENOUGH, LabelEstimate, label_step_of
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, SyntheticDocument, make_probe_answer
-from parity.reports.record import Column, Table, Value
+from parity.probes.instruments.loss.labels import ENOUGH, LabelEstimate, take_label_step
+from parity.probes.rows import SyntheticDocument
+from parity.probes.subject import ExaminedAdapter
+from parity.reports.record import Table, Value, declare_columns
 
 ASTRAY = 0.2
-"""Share of slots whose labels stand elsewhere than the others', from which on it is no repeated token."""
+"""Share of slots whose labels lie elsewhere than the others', from which on it is no repeated token."""
 
 
 class LabelsProbe:
@@ -42,11 +46,11 @@ class LabelsProbe:
 
     def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a deviation, with the table of slots."""
-        step = label_step_of(subject)
+        step = take_label_step(subject)
         crafted, at, reading = step.crafted, step.at, step.reading
         if reading is None:
             words = f"0 of {at.shape[0] * at.shape[1]} slots have a gradient"
-            fault = FoundDeviation(name="label-missing", measured=words)
+            fault = FoundDeviation("label-missing", words)
             return make_probe_answer(self.name, "no slot is trained", [fault], facts={"labels.slots": 0})
         slots = LabelledSlots.of(subject, crafted, at, reading)
         sentence, facts = _sentence(subject, slots), _facts(slots)
@@ -86,7 +90,7 @@ class LabelledSlots:
     reading: LabelEstimate
     crafted: DesignedBatch
     shift: int
-    """Where most labels stand, of anchor + slot."""
+    """How many tokens behind anchor + slot most labels lie."""
     expected: Tensor
     """bool [A, B] trained by the recipe."""
     trained: Tensor
@@ -98,6 +102,15 @@ class LabelledSlots:
     def of(
         cls, subject: ExaminedAdapter, crafted: DesignedBatch, at: HeadGradients, reading: LabelEstimate
     ) -> "LabelledSlots":
+        """Of a reading of the labels.
+
+        Args:
+            subject: the adapter that is examined.
+            crafted: the row with the states and anchors of the step.
+            at: the step's gradient at the head.
+            reading: the labels read from it.
+        """
+        # Trained by the recipe: with and without the slots behind a hole, and only those that have an id.
         batch, block = crafted.batch, subject.recipe.block
         made = [
             blocks_at(
@@ -112,6 +125,7 @@ class LabelledSlots:
         trained = torch.zeros_like(expected)
         trained[at.block, at.slot] = True
         trained[:, 0] = False
+        # The common offset is what most slots have.
         read = reading.place >= 0
         gaps = Counter((reading.place - at.index)[read].tolist())
         return cls(
@@ -126,7 +140,7 @@ class LabelledSlots:
 
     @property
     def place(self) -> Tensor:
-        """[n] token that the slot is trained on; where nothing was read, the one it stands for."""
+        """[n] token that the slot is trained on; where nothing was read, its own."""
         return torch.where(self.reading.place >= 0, self.reading.place, self.at.index + self.shift)
 
     @property
@@ -156,12 +170,12 @@ class LabelledSlots:
 
     @property
     def crossing(self) -> Tensor:
-        """bool [n]: the label stands in another document than the anchor."""
+        """bool [n]: the label lies in another document than the anchor."""
         return (self.document != self.own) & ~self.in_padding & self.is_not_anchor
 
     @property
     def is_loss_masked(self) -> Tensor:
-        """bool [n]: the label stands in the anchor's document where nothing is to be trained."""
+        """bool [n]: the label lies in the anchor's document where nothing is to be trained."""
         masked = ~self.among(self.crafted.batch.loss_mask.bool(), True)
         return masked & (self.document == self.own) & self.is_not_anchor
 
@@ -207,59 +221,50 @@ def _faults(subject: ExaminedAdapter, slots: LabelledSlots) -> list[FoundDeviati
     """What is other than declared, the most telling first."""
     reading, recipe = slots.reading, subject.recipe
     total = int(slots.is_not_anchor.sum())
-    if int(slots.unread.sum()) > (1 - ENOUGH) * total:
+    unread, unmapped, astray = (int(each.sum()) for each in (slots.unread, slots.is_unmapped, slots.astray))
+
+    def fault(name: str, count: int, words: str) -> FoundDeviation:
+        return FoundDeviation(name, f"{count} of {total} slots{words}", {"slots": count})
+
+    # After one of these no other fault has a meaning: no labels, raw ids, labels from anywhere.
+    if unread > (1 - ENOUGH) * total:
         least = float(reading.left[slots.is_not_anchor].median()) if total else float("nan")
-        words = f"{int(slots.unread.sum())} of {total} slots, of whose gradients {least:.2g} is left over (median)"
-        return [FoundDeviation(name="label-unrecognised", measured=words, evidence=(("left over", least),))]
-    faults = []
-    astray = slots.astray
-    raw = int(slots.is_unmapped.sum())
-    if recipe.draft_vocab is not None and raw > ASTRAY * total:
-        words = f"{raw} of {total} slots have the target's id of their token for a label, unmapped"
-        return [FoundDeviation(name="label-vocabulary", measured=words, evidence=(("slots", raw),))]
-    if int(astray.sum()) > ASTRAY * total:
-        words = f"{int(astray.sum())} of {total} slots are trained on labels of other places, {_where(slots, astray)}"
+        words = f"{unread} of {total} slots, of whose gradients {least:.2g} is left over (median)"
+        return [FoundDeviation("label-unrecognised", words, {"left over": least})]
+    if recipe.draft_vocab is not None and unmapped > ASTRAY * total:
         return [
-            FoundDeviation(name="label-unknown", measured=words, evidence=(("slots", int(astray.sum())),))
+            fault("label-vocabulary", unmapped, " have the target's id of their token for a label, unmapped")
         ]
+    if astray > ASTRAY * total:
+        words = f" are trained on labels of other places, {_where(slots, slots.astray)}"
+        return [fault("label-unknown", astray, words)]
+    # Place, identity and source of the labels.
+    faults = []
     if slots.shift:
         words = f"slot k is trained on token anchor + k {slots.shift:+d}, in {_most(slots)} of {total} slots"
-        faults.append(
-            FoundDeviation(name="label-offset", measured=words, evidence=(("offset", slots.shift),))
-        )
-    if int(slots.unknown.sum()):
+        faults.append(FoundDeviation("label-offset", words, {"offset": slots.shift}))
+    if unknown := int(slots.unknown.sum()):
         names = sorted({int(each) for each in reading.label[slots.unknown]})[:6]
-        words = f"{int(slots.unknown.sum())} of {total} slots, draft ids {names}"
-        faults.append(
-            FoundDeviation(
-                name="label-unknown", measured=words, evidence=(("slots", int(slots.unknown.sum())),)
-            )
-        )
+        faults.append(fault("label-unknown", unknown, f", draft ids {names}"))
     wanted = {"data": "data", "teacher_argmax": "teacher"}.get(recipe.labels)
     if wanted is not None and reading.kind in ("data", "teacher") and reading.kind != wanted:
-        words = f"{_most(slots)} of {total} slots are trained on {_WORDS[reading.kind]}, declared {_WORDS[wanted]}"
-        faults.append(
-            FoundDeviation(name="label-source", measured=words, evidence=(("slots", _most(slots)),))
-        )
-    at_own = not slots.shift
-    for name, found in (
-        ("label-prompt", slots.is_loss_masked if at_own else slots.is_loss_masked & False),
-        ("label-documents", slots.crossing if at_own else slots.crossing & False),
-        ("label-padding", slots.in_padding if at_own else slots.in_padding & False),
-    ):
-        if found.any():
-            where = _where(slots, found)
-            words = f"{int(found.sum())} of {total} slots, {where}"
-            faults.append(FoundDeviation(name=name, measured=words, evidence=(("slots", int(found.sum())),)))
+        words = f" are trained on {_WORDS[reading.kind]}, declared {_WORDS[wanted]}"
+        faults.append(fault("label-source", _most(slots), words))
+    # Slots that may not be trained; labels that are all one token off lie there for that reason alone.
+    where = {
+        "label-prompt": slots.is_loss_masked,
+        "label-documents": slots.crossing,
+        "label-padding": slots.in_padding,
+    }
+    for name, found in where.items():
+        if found.any() and not slots.shift:
+            faults.append(fault(name, int(found.sum()), f", {_where(slots, found)}"))
+    # Slots that have to be trained.
     if slots.missing.any():
         block, slot = (int(each) for each in slots.missing.nonzero()[0])
         words = f"{int(slots.missing.sum())} of {int(slots.expected.sum())} slots, the first at anchor "
         words += f"{int(slots.crafted.anchors[block])} slot {slot}"
-        faults.append(
-            FoundDeviation(
-                name="label-missing", measured=words, evidence=(("slots", int(slots.missing.sum())),)
-            )
-        )
+        faults.append(FoundDeviation("label-missing", words, {"slots": int(slots.missing.sum())}))
     return faults + _hole_faults(subject, slots)
 
 
@@ -271,12 +276,13 @@ _WORDS = {
 
 
 def _hole_faults(subject: ExaminedAdapter, slots: LabelledSlots) -> list[FoundDeviation]:
+    """Slots behind a hole in the loss mask, where all of them are trained against the declaration, or none."""
     share, declared = slots.share_behind, subject.recipe.block.past_holes
     if share != float(not declared) or slots.missing.any():
         return []
     words = f"{share:.0%} of {int(slots.behind.sum())} slots behind a hole are trained, "
     words += f"declared past_holes: {str(declared).lower()}"
-    return [FoundDeviation(name="label-holes", measured=words, evidence=(("share", share),))]
+    return [FoundDeviation("label-holes", words, {"share": share})]
 
 
 def _most(slots: LabelledSlots) -> int:
@@ -286,12 +292,14 @@ def _most(slots: LabelledSlots) -> int:
 
 
 def _where(slots: LabelledSlots, found: Tensor) -> str:
+    """The first slot of `found` (bool [n]) in words."""
     first = int(found.nonzero()[0])
     anchor = int(slots.crafted.anchors[slots.at.block[first]])
     return f"the first at anchor {anchor} slot {int(slots.at.slot[first])}, trained on token {int(slots.place[first])}"
 
 
 def _sentence(subject: ExaminedAdapter, slots: LabelledSlots) -> str:
+    """What the slots are trained on, and what could not be seen."""
     total = int(slots.is_not_anchor.sum())
     kind = _WORDS.get(slots.reading.kind, "something that is not recognised")
     shift = f" {slots.shift:+d}" if slots.shift else ""
@@ -341,13 +349,9 @@ def _table(slots: LabelledSlots) -> Table:
     return Table(
         name="labels.slots",
         title="What every slot is trained on, read from the gradient",
-        columns=(
-            Column(key="anchor", title="anchor", kind="int"),
-            Column(key="slot", title="slot", kind="int"),
-            Column(key="token", title="its token", kind="int"),
-            Column(key="read", title="trained on token", kind="int"),
-            Column(key="label", title="label", unit="draft id", kind="int"),
-            Column(key="left", title="left over", unit="relative", kind="float"),
+        columns=declare_columns(
+            "anchor:int | slot:int | token:int its token | read:int trained on token | "
+            "label:int (draft id) | left:float left over (relative)"
         ),
         rows=tuple(rows),
         caption=f"Source: {_WORDS.get(reading.kind, 'not recognised')}.",

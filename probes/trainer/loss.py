@@ -1,37 +1,43 @@
 """What is being minimised?
 
-The gradient of the loss at the head's input is solved for what made it. Logits are formed here in float64; for
-every slot a term of weight 1 leaves a known gradient (`parity.probes.instruments.loss.head_gradient`), and one
-mixture of terms with
-one weight a slot has to give all of them. The weights are then explained: as a law of the slot, of D-PACE's
-confidence or of what the draft got right; their sum tells what is divided by.
+The gradient of the loss at the head's input is solved for what made it. Logits are formed here in float64; for every
+slot a term of weight 1 leaves a known gradient (`parity.probes.instruments.loss.head_gradient`), and one mixture of
+terms with one weight a slot has to give all of them. The weights are then explained: as a law of the slot, of D-PACE's
+confidence or of what the draft got right; their sum gives the denominator away. The method, with an example in
+numbers: `probes/instruments/loss/README.md`.
 
 Test: exact. The residual is relative; its limit is 1e-6, or four times what forming the logits in the trainer's own
 dtypes changes (about 2e-7 in float32, .003 in bfloat16), measured beside it. What is above is *not recognised*: no
 term is named then. A parameter is another than declared when it is off by five standard errors and by .1 %.
 The row is `parity.probes.instruments.loss.designed_row`: a flat teacher, labels half of which differ from the data.
-The head need not be the target's: a parameter of its shape at which the loss has a gradient is told, and where the
-head that is shown explains nothing, every other one is tried, and the target's for the teacher (`own_head` in
-`parity.probes.adapters`). A head that neither a parameter nor the reference shows stays hidden: one gradient a slot
-does not determine its rows.
+The head need not be the target's: a parameter of its shape at which the loss has a gradient is reported, and where
+the step's head explains nothing, every other one is tried, and the target's for the teacher
+(`parity.probes.instruments.loss.other_heads`). A head that is neither a parameter nor the reference's stays hidden: one
+gradient a slot does not determine its rows.
 
 What stays hidden: a factor common to all terms cannot be told from a denominator, so the factors' declared
-sum is assumed. The factor T^2 of distillation is told by the shares where another term is beside it; where all terms
-have it, by a denominator that is none of the known ones and becomes one with it.
+sum is assumed. The factor T^2 of distillation is seen in the shares where another term is beside it; where all terms
+have it, in a denominator that is none of the known ones and becomes one with it.
 
-Bugs it finds: 70 % KL + 30 % CE with streak-aware weights and gamma 10 for hard CE with gamma 4 (design.md section
-1), gamma for another block size, a loss reduced by other sums (SpecForge#455's and speculators#798's weights).
-Cost: two steps, one gradient, about seven products of [96, V] and [V, D] in float64. Faults: the `loss` rows of
+Bugs it finds: 70 % KL + 30 % CE with streak-aware weights and gamma 10 for hard CE with gamma 4 (docs/case-study.md),
+gamma for another block size, a loss reduced by other sums (SpecForge#455's and speculators#798's weights). Cost: two
+steps, one gradient, about seven products of [96, V] and [V, D] in float64. Faults: the `loss` rows of
 `parity.probes.deviations`.
 """
 
 from dataclasses import replace
 
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch, design_batch
 from parity.probes.instruments.loss.head_gradient import HeadGradients
 from parity.probes.instruments.loss.mixture import MixtureFit
-from parity.probes.instruments.loss.other_heads import HeadPair, TrainedHead, other_heads, trained_head
+from parity.probes.instruments.loss.other_heads import (
+    HeadPair,
+    TrainedHead,
+    find_trained_head,
+    list_head_pairs,
+)
 from parity.probes.instruments.loss.slot_weights import WeightedSlots, WeightLaw
 from parity.probes.instruments.loss.solve import (
     CERTAIN,
@@ -39,25 +45,25 @@ from parity.probes.instruments.loss.solve import (
     SLICE,
     MixtureEstimate,
     WeightLaws,
+    choose_mixture_with_law,
     estimate_mixture,
     find_weight_law,
-    is_explained,
-    soft,
-    term_of,
+    has_soft_terms,
+    name_term,
 )
 from parity.probes.instruments.loss.words import (
-    declared_law,
-    facts,
-    law_words,
-    mixture_words,
-    origin,
-    profile,
-    reduction_words,
-    sentence,
-    slot_table,
-    term_table,
+    average_by_slot,
+    describe_declared_law,
+    describe_law,
+    describe_loss,
+    describe_mixture,
+    describe_reduction,
+    describe_source,
+    list_loss_facts,
+    make_slot_table,
+    make_term_table,
 )
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, make_probe_answer
+from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Value
 
 
@@ -68,29 +74,32 @@ class LossProbe:
 
     def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a deviation, with tables of terms and of slots."""
+        # The gradient at the head that the step exposes.
         crafted, at = _at_head(subject)
         if not len(at):
             return make_probe_answer(
                 self.name, "no slot gets a gradient", [_nothing(at)], facts={"loss.slots": 0}
             )
         at, reading = _read(subject, crafted, at)
-        trains, other = trained_head(subject, at.shown), None
-        if not reading.fit.choose_mixture_with_law or (crafted.slice and reading.teacher_from != SLICE):
-            for heads in other_heads(subject, crafted.batch, at.shown):
+        # Where that head explains nothing, or only the step's own teacher does, another head may make the logits.
+        trains, other = find_trained_head(subject, at.shown), None
+        if not reading.fit.is_explained or (crafted.slice and reading.teacher_from != SLICE):
+            for heads in list_head_pairs(subject, crafted.batch, at.shown):
                 again, beside = _at_head(subject, heads)
                 beside, tried = _read(subject, again, beside)
-                if tried.fit.choose_mixture_with_law and (again.slice is None or tried.teacher_from == SLICE):
+                if tried.fit.is_explained and (again.slice is None or tried.teacher_from == SLICE):
                     crafted, at, reading, other = again, beside, tried, heads
                     break
         own = _head_faults(trains, other)
-        if not reading.fit.choose_mixture_with_law:
+        if not reading.fit.is_explained:
             return _not_recognised(self.name, reading, len(at), own)
-        reading, law, slots = is_explained(subject, crafted, at, reading)
+        # Weights, denominator, and the recipe beside them.
+        reading, law, slots = choose_mixture_with_law(subject, crafted, at, reading)
         found = find_weight_law(subject, crafted, at, reading, law)
         faults = [*own, *_deviations(subject, reading, law, found, slots)]
         wanted = subject.recipe.loss.reduction
-        words = sentence(reading, law, found, slots, wanted)
-        made = facts(reading, law, found, wanted)
+        words = describe_loss(reading, law, found, slots, wanted)
+        made = list_loss_facts(reading, law, found, wanted)
         if trains or other:
             words += f"; {_head_words(trains, other)}"
             made["loss.head"] = "trains" if trains else "its own"
@@ -99,7 +108,7 @@ class LossProbe:
             words,
             faults,
             facts=made,
-            tables=[term_table(reading, found), slot_table(at, reading, law, slots)],
+            tables=[make_term_table(reading, found), make_slot_table(at, reading, law, slots)],
         )
 
 
@@ -124,8 +133,9 @@ def _read(
 
 
 def _nothing(at: HeadGradients) -> FoundDeviation:
+    """No slot gets a gradient."""
     words = f"0 of {at.shape[0] * at.shape[1]} slots have a gradient at the head's input"
-    return FoundDeviation(name="loss-none", measured=words)
+    return FoundDeviation("loss-none", words)
 
 
 # --- against the recipe -----------------------------------------------------------------------------------
@@ -144,7 +154,15 @@ def _deviations(
     found: WeightLaws,
     slots: WeightedSlots,
 ) -> list[FoundDeviation]:
-    """What is other than declared, the mixture first."""
+    """What is other than declared, the mixture first.
+
+    Args:
+        subject: the adapter that is examined.
+        reading: the mixture of terms.
+        law: how the slots' weights are made.
+        found: denominator, slot 0, what could hide.
+        slots: the weights.
+    """
     return [
         *_term_faults(subject, reading, found),
         *_weight_faults(subject, law, slots),
@@ -156,21 +174,22 @@ def _deviations(
 def _term_faults(
     subject: ExaminedAdapter, reading: MixtureEstimate, found: WeightLaws
 ) -> list[FoundDeviation]:
+    """Temperature, shares and source of labels, where they are not the declared ones."""
     faults = []
     declared, recipe = _declared_terms(subject), subject.recipe
     hard = {name.split(":")[1].rstrip("+-1") for name in reading.fit.shares if name.startswith("ce")}
     wanted = "data" if recipe.labels == "data" else "teacher"
     ambiguous = any(_names(other) == set(declared) for other in reading.fit.alike)
     shares = {name: found.terms.get(name, 0.0) for name in {**declared, **found.terms}}
-    errors = {term_of(name): each for name, each in reading.fit.errors.items()}
+    errors = {name_term(name): each for name, each in reading.fit.errors.items()}
     heat, declared_heat = reading.heat, recipe.loss.temperature
-    visible = soft(reading) or any("@" in name for name in reading.fit.shares)
+    # A temperature shows in soft terms, and in a cross-entropy that was heated too.
+    visible = has_soft_terms(reading) or any("@" in name for name in reading.fit.shares)
     if visible and abs(heat - declared_heat) > SAME * declared_heat + CERTAIN * reading.heat_error:
         words = f"{heat:.4g} (standard error {reading.heat_error:.1g}), declared {declared_heat:g}"
-        faults.append(
-            FoundDeviation(name="loss-temperature", measured=words, evidence=(("temperature", heat),))
-        )
+        faults.append(FoundDeviation("loss-temperature", words, {"temperature": heat}))
     faults += _square_faults(found)
+    # Shares differ beyond their errors; T^2 moves them too, and has a name of its own.
     off = {
         name: value - declared.get(name, 0.0)
         for name, value in shares.items()
@@ -178,13 +197,15 @@ def _term_faults(
     }
     if off and not ambiguous and not found.squared:
         name = "loss-smoothing" if set(off) - set(declared) == {"smoothing"} else "loss-terms"
-        words = f"{mixture_words(found.terms)}, declared {mixture_words(declared)}"
-        evidence = tuple((f"share of {each}", shares[each]) for each in off)
-        faults.append(FoundDeviation(name=name, measured=words, evidence=evidence))
+        words = f"{describe_mixture(found.terms)}, declared {describe_mixture(declared)}"
+        evidence = {f"share of {each}": shares[each] for each in off}
+        faults.append(FoundDeviation(name, words, evidence))
+    # The hard label's source, whatever its share.
     if "ce" in declared and hard and hard != {wanted}:
-        words = f"cross-entropy on {' and '.join(sorted(origin(each) for each in hard))}, declared {origin(wanted)}"
-        numbers = tuple((f"share on {name}", value) for name, value in reading.fit.shares.items())
-        faults.append(FoundDeviation(name="loss-label-source", measured=words, evidence=numbers))
+        sources = " and ".join(sorted(describe_source(each) for each in hard))
+        words = f"cross-entropy on {sources}, declared {describe_source(wanted)}"
+        numbers = {f"share on {name}": value for name, value in reading.fit.shares.items()}
+        faults.append(FoundDeviation("loss-label-source", words, numbers))
     return faults
 
 
@@ -193,14 +214,15 @@ def _square_faults(found: WeightLaws) -> list[FoundDeviation]:
     if not found.squared:
         return []
     square = next(iter(found.squared.values()))
-    parts = " and ".join(mixture_words({name: 1.0}).removeprefix("100 % ") for name in found.squared)
+    parts = " and ".join(describe_mixture({name: 1.0}).removeprefix("100 % ") for name in found.squared)
     words = f"{parts} {'is' if len(found.squared) == 1 else 'are'} T^2 = {square:.4g} times what is declared"
-    evidence = (("temperature squared", square), *((f"share of {k}", v) for k, v in found.terms.items()))
-    return [FoundDeviation(name="loss-temperature-squared", measured=words, evidence=evidence)]
+    evidence = {"temperature squared": square, **{f"share of {k}": v for k, v in found.terms.items()}}
+    return [FoundDeviation("loss-temperature-squared", words, evidence)]
 
 
 def _names(fit: MixtureFit) -> set[str]:
-    return {term_of(name) for name in fit.shares}
+    """Its terms by the recipe's names."""
+    return {name_term(name) for name in fit.shares}
 
 
 def _weight_faults(subject: ExaminedAdapter, law: WeightLaw, slots: WeightedSlots) -> list[FoundDeviation]:
@@ -209,49 +231,46 @@ def _weight_faults(subject: ExaminedAdapter, law: WeightLaw, slots: WeightedSlot
     if not several or law.kind == "per-block":
         return []
     name, value = ("gamma", weights.gamma) if weights.kind == "exp" else ("alpha", weights.alpha)
-    numbers = tuple((f"slot {k}", each) for k, each in profile(slots).items())
-    kind_words = f"{law_words(law, slots)}, declared {declared_law(subject)}"
+    numbers = {f"slot {k}": each for k, each in average_by_slot(slots).items()}
+    kind_words = f"{describe_law(law, slots)}, declared {describe_declared_law(subject)}"
     if law.kind == "streak":
-        return [FoundDeviation(name="loss-streak", measured=kind_words, evidence=numbers)]
+        return [FoundDeviation("loss-streak", kind_words, numbers)]
     if law.kind == "dpace-attached":
-        return [FoundDeviation(name="loss-weights-attached", measured=kind_words, evidence=numbers)]
+        return [FoundDeviation("loss-weights-attached", kind_words, numbers)]
     if law.kind != weights.kind:
-        return [FoundDeviation(name="loss-weights", measured=kind_words, evidence=numbers)]
+        return [FoundDeviation("loss-weights", kind_words, numbers)]
     if value is None:
         return []
     measured, error = law.parameters[name], law.errors.get(name, 0.0)
     if abs(measured - value) <= SAME * max(value, 0.1) + CERTAIN * error:
         return []
     words = f"{name} {measured:.4g} (standard error {error:.1g}), declared {value:g}"
-    return [FoundDeviation(name=f"loss-{name}", measured=words, evidence=((name, measured), *numbers))]
+    return [FoundDeviation(f"loss-{name}", words, {name: measured, **numbers})]
 
 
 def _slot0_faults(found: WeightLaws) -> list[FoundDeviation]:
+    """Slot 0 holds the anchor itself and is not to be trained."""
     if not found.slot0:
         return []
     words = f"it weighs {found.slot0:.4g} of what slot 1 weighs"
-    return [FoundDeviation(name="loss-slot0", measured=words, evidence=(("weight of slot 0", found.slot0),))]
+    return [FoundDeviation("loss-slot0", words, {"weight of slot 0": found.slot0})]
 
 
 def _reduction_faults(subject: ExaminedAdapter, law: WeightLaw, found: WeightLaws) -> list[FoundDeviation]:
+    """A denominator that is not the declared one, or one for each block."""
     wanted = subject.recipe.loss.reduction
     if law.kind == "per-block":
-        words = f"{law.note}, declared {reduction_words(wanted)}"
-        return [
-            FoundDeviation(
-                name="loss-reduction", measured=f"{words} (misfit {law.misfit:.2g} of its tolerance)"
-            )
-        ]
+        words = f"{law.note}, declared {describe_reduction(wanted)}"
+        return [FoundDeviation("loss-reduction", f"{words} (misfit {law.misfit:.2g} of its tolerance)")]
     if not law.fits or wanted in found.reductions:
         return []
-    what = " or ".join(map(reduction_words, found.reductions)) or "not recognised"
-    words = f"the sum is divided by {found.denominator:.5g} ({what}), declared {reduction_words(wanted)}"
-    return [
-        FoundDeviation(name="loss-reduction", measured=words, evidence=(("denominator", found.denominator),))
-    ]
+    what = " or ".join(map(describe_reduction, found.reductions)) or "not recognised"
+    words = f"the sum is divided by {found.denominator:.5g} ({what}), declared {describe_reduction(wanted)}"
+    return [FoundDeviation("loss-reduction", words, {"denominator": found.denominator})]
 
 
 def _head_words(trains: TrainedHead | None, other: HeadPair | None) -> str:
+    """Which head makes the logits, and which one trains."""
     parts = []
     if other is not None:
         words = (
@@ -267,12 +286,12 @@ def _head_faults(trains: TrainedHead | None, other: HeadPair | None) -> list[Fou
     """The draft's head is not the target's frozen one."""
     if trains is None and other is None:
         return []
-    numbers: list[tuple[str, Value]] = []
+    numbers: dict[str, Value] = {}
     if other is not None:
-        numbers += [("rows", other.rows), ("change", other.change)]
+        numbers |= {"rows": other.rows, "change": other.change}
     if trains is not None:
-        numbers.append(("gradient", trains.gradient))
-    return [FoundDeviation(name="loss-head", measured=_head_words(trains, other), evidence=tuple(numbers))]
+        numbers["gradient"] = trains.gradient
+    return [FoundDeviation("loss-head", _head_words(trains, other), numbers)]
 
 
 def _not_recognised(
@@ -284,7 +303,7 @@ def _not_recognised(
     words = (
         f"the best mixture leaves {fit.residual:.2g} of the gradient of {slots} slots (limit {fit.limit:.1g})"
     )
-    evidence = (("residual", fit.residual), ("limit", fit.limit), ("best mixture", near))
-    fault = FoundDeviation(name="loss-unrecognised", measured=words, evidence=evidence)
+    evidence: dict[str, Value] = {"residual": fit.residual, "limit": fit.limit, "best mixture": near}
+    fault = FoundDeviation("loss-unrecognised", words, evidence)
     numbers = {"loss.recognised": False, "loss.residual": fit.residual}
     return make_probe_answer(name, f"the loss is not recognised: {words}", [*own, fault], facts=numbers)

@@ -10,41 +10,37 @@ widens by the rounding error, one unit in the last place over sqrt(12). Its mean
 channels or seeds share a draw (`parity.probes.instruments.noise.draws`: a false alarm once in a million).
 
 Behind fc's input: the drafts may move with the seed by no more than that input explains. Where it does not move this is
-exact; where it does, the second seed is asked again with the difference of the draws put into the states
-(`parity.probes.instruments.noise.behind_fc`), and the sentence says what was too small to be told. Noise that
-is the same
-under every seed cannot be told from a computation, and an epoch is not asked for: some trainers draw by the seed alone.
+exact; where it does, the step under the second seed is repeated with the difference of the draws put into the states
+(`parity.probes.instruments.noise.behind_fc`), and the sentence reports what is too small to be seen. Noise that is the
+same under every seed looks like any other computation, and epochs are not compared: some trainers draw by the seed
+alone.
 
-Bugs it finds: noise on the combined tensor before its last slice becomes the labels (design.md section 1), noise on
+Bugs it finds: noise on the combined tensor before its last slice becomes the labels (docs/case-study.md), noise on
 another key, noise left on in validation (speculators before 0.9.0 drew it in the data set), one noise tensor for all
 slices, a dropout that nobody declared. Cost: seven steps, two to four more where noise is declared, no gradient.
 Faults: the `noise` rows of `parity.probes.deviations`.
+
+Shapes: S tokens of the row, T of them no padding, F = C slices of D channels that enter fc, R runs.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from parity.probes.adapters.base import AdapterStep
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.noise.behind_fc import (
     DownstreamNoise,
-    apart,
     measure_downstream_noise,
-    rounding,
+    measure_draft_change,
+    measure_input_rounding,
 )
-from parity.probes.instruments.noise.draws import SharedDraw, find_shared_draws, mean_of
-from parity.probes.subject import (
-    AdapterError,
-    ExaminedAdapter,
-    FoundDeviation,
-    list_fc_taps,
-    make_probe_answer,
-)
-from parity.reports.record import Chart, Column, Table, Value
+from parity.probes.instruments.noise.draws import SharedDraw, find_shared_draws, measure_noise_mean
+from parity.probes.subject import AdapterError, ExaminedAdapter, list_fc_taps
+from parity.reports.record import Chart, Table, Value, declare_columns
 
 SEEDS = (11, 12, 13, 14)
 REPEATS = 4.0
@@ -66,151 +62,167 @@ class NoiseProbe:
 
     def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding, and the table of signal to noise per slice."""
-        batch = subject.batch
-        states, anchors = subject.states(batch), subject.anchors(batch)
-        real = batch.document >= 0
-
-        def step(seed: int, training: bool = True, states: Tensor = states) -> AdapterStep:
-            return subject.step(batch, states, anchors=anchors, seed=seed, training=training)
-
-        with torch.no_grad():
-            runs = [step(seed) for seed in SEEDS]
-            again, evaluation = step(SEEDS[0]), [step(seed, training=False) for seed in SEEDS[:2]]
-        wanted = list_fc_taps(subject.recipe)
-        clean = _clean(subject, states, runs[0].fc_input, wanted)
-        # What differs from the states in the same way under every seed is no noise: `inputs` names it.
-        if torch.equal(evaluation[0].fc_input, evaluation[1].fc_input):
-            clean = evaluation[0].fc_input.detach().double()
-        added = [(run.fc_input.detach().double() - clean)[real] for run in runs]
-        width, kind, std = subject.adapter.width, subject.recipe.noise.kind, subject.recipe.noise.std
-        slices = [
-            torch.cat([each[:, at : at + width] for each in added]) for at in range(0, clean.shape[1], width)
-        ]
-        stds = [float(each.square().mean().sqrt()) for each in slices]
-        table = _table(wanted, clean[real], slices, width)
-        if max(stds) > 0 and kind != "none" and torch.equal(runs[0].fc_input, runs[1].fc_input):
-            told = f"the same under seeds {SEEDS[0]} and {SEEDS[1]}"
-            raise AdapterError("step", "noise that follows the seed it is given", told)
-        drawn = _draws(added, width)
-        alike = (
-            find_shared_draws(drawn, SEEDS, batch.document[real], batch.position[real])
-            if max(stds) > 0
-            else []
-        )
-        faults = [
-            *_size_faults(kind, std, stds, slices, clean[real], alike),
-            *_shared_faults(kind, drawn, alike),
-        ]
-        seeded = torch.equal(again.fc_input, runs[0].fc_input)
-        hidden = _behind(subject, step, states, runs, again, clean) if seeded else None
+        steps = SeededSteps(subject)
+        noise, std = subject.recipe.noise, steps.stds
+        # Faults by place: on the labels, at fc's input, behind it, in evaluation.
+        alike = steps.find_shared()
+        moved = _seed_dependent(steps.runs)
+        faults = _teacher_faults(moved)
+        faults += _size_faults(noise.kind, noise.std, steps, alike)
+        faults += _shared_faults(noise.kind, steps.draws, alike)
+        seeded = torch.equal(steps.again.fc_input, steps.runs[0].fc_input)
+        hidden = _behind(steps) if seeded else None
         faults += _behind_faults(hidden)
-        moved = _seed_dependent(runs)
-        if moved is not None:
-            words = f"{moved[0]} move by up to {moved[1]:.3g} when only the seed changes"
-            faults.insert(
-                0,
-                FoundDeviation(
-                    name="noise-on-teacher", measured=words, evidence=(("largest change", moved[1]),)
-                ),
-            )
-        still = max(float((out.fc_input.double() - clean)[real].abs().max()) for out in evaluation)
-        drifts = 0.0 if still else apart(*evaluation)
-        drifts = drifts if drifts > REPEATS * apart(runs[0], again) else 0.0
-        if still > 0 or drifts > 0:
-            words = f"fc's input moves by up to {still:.3g} with the seed"
-            if drifts:
-                words = f"fc's input stays and the drafts move by {drifts:.3g} of their size with the seed"
-            size = (("largest change", still),) if still else (("change of the drafts", drifts),)
-            faults.append(FoundDeviation(name="noise-in-evaluation", measured=words, evidence=size))
+        still, drifts = _evaluation_changes(steps)
+        faults += _evaluation_faults(still, drifts)
         if not seeded:
-            faults.append(
-                FoundDeviation(
-                    name="noise-unseeded", measured=f"seed {SEEDS[0]} twice gives two inputs of fc"
-                )
-            )
+            faults.append(FoundDeviation("noise-unseeded", f"seed {SEEDS[0]} twice gives two inputs of fc"))
+        # The sentence, in the same order.
         sentence = "no noise: fc's input and the drafts are the same under every seed"
-        if max(stds) > 0:
+        if max(std) > 0:
             sentence = (
-                f"noise of std {_mean(stds):.4g} on {sum(value > 0 for value in stds)} of {len(stds)} slices"
+                f"noise of std {_mean(std):.4g} on {sum(value > 0 for value in std)} of {len(std)} slices"
             )
-            sentence += (
-                "".join(f", shared by {each.over}" for each in alike) or ", every place with its own draw"
-            )
+            shared = "".join(f", shared by {each.over}" for each in alike)
+            sentence += shared or ", every place with its own draw"
         sentence += ", the labels do not move" if moved is None else f", {moved[0]} move with it"
         sentence += ", off in evaluation" if still + drifts == 0 else ", on in evaluation"
-        if hidden is not None and max(stds) > 0:
+        if hidden is not None and max(std) > 0:
             sentence += f"; {_behind_words(hidden)}"
         facts: dict[str, Value] = {
-            "noise.std": _mean(stds),
+            "noise.std": _mean(std),
             "noise.moves_labels": moved is not None,
             "noise.in_evaluation": still + drifts > 0,
         }
-        if max(stds) > 0:
+        if max(std) > 0:
             facts["noise.shared"] = ", ".join(each.over for each in alike) or "no"
         if hidden is not None and (hidden.has_power or hidden.is_found):
             facts["noise.behind_fc"] = hidden.is_found
-        return make_probe_answer(self.name, sentence, faults, facts=facts, tables=[table])
+        return make_probe_answer(self.name, sentence, faults, facts=facts, tables=[_table(steps)])
 
 
-def _draws(added: list[Tensor], width: int) -> Tensor:
-    """[R, T, C, D] the noise of every run, token, slice and channel."""
-    return torch.stack([each.unflatten(1, (-1, width)) for each in added])
+class SeededSteps:
+    """Steps on one row under several seeds, and the noise that they add at fc's input."""
+
+    def __init__(self, subject: ExaminedAdapter) -> None:
+        """Raises AdapterError where noise is declared and the same under every seed.
+
+        Args:
+            subject: the adapter that is examined.
+        """
+        batch = subject.batch
+        self.subject, self.batch, self.real = subject, batch, batch.document >= 0
+        self.states, self.anchors = subject.states(batch), subject.anchors(batch)
+        with torch.no_grad():
+            self.runs = [self.step(seed) for seed in SEEDS]
+            self.again = self.step(SEEDS[0])
+            self.evaluation = [self.step(seed, training=False) for seed in SEEDS[:2]]
+        self.wanted = list_fc_taps(subject.recipe)
+        self.clean = _clean(subject, self.states, self.runs[0].fc_input, self.wanted)
+        """[S, F] fc's input without noise."""
+        # What differs from the states in the same way under every seed is no noise: `inputs` names it.
+        if torch.equal(self.evaluation[0].fc_input, self.evaluation[1].fc_input):
+            self.clean = self.evaluation[0].fc_input.detach().double()
+        added = [(run.fc_input.detach().double() - self.clean)[self.real] for run in self.runs]
+        self.draws = torch.stack([each.unflatten(1, (-1, subject.adapter.width)) for each in added])
+        """[R, T, C, D] the noise of every run, token, slice and channel."""
+        self.stds = [float(each.square().mean().sqrt()) for each in self.slices]
+        same = torch.equal(self.runs[0].fc_input, self.runs[1].fc_input)
+        if max(self.stds) > 0 and subject.recipe.noise.kind != "none" and same:
+            found = f"the same under seeds {SEEDS[0]} and {SEEDS[1]}"
+            raise AdapterError("step", "noise that follows the seed it is given", found)
+
+    def step(self, seed: int, training: bool = True, states: Tensor | None = None) -> AdapterStep:
+        """The trainer's step on the row, or on other states [S, N, D] of it."""
+        states = self.states if states is None else states
+        return self.subject.step(self.batch, states, anchors=self.anchors, seed=seed, training=training)
+
+    @property
+    def slices(self) -> list[Tensor]:
+        """[R T, D] the noise of each slice."""
+        return [each.flatten(0, 1) for each in self.draws.unbind(2)]
+
+    @property
+    def signals(self) -> list[Tensor]:
+        """[T, D] each slice without noise."""
+        return list(self.clean[self.real].unflatten(1, (-1, self.draws.shape[-1])).unbind(1))
+
+    def find_shared(self) -> list[SharedDraw]:
+        """Draws that places share; none where there is no noise."""
+        if not max(self.stds) > 0:
+            return []
+        document, position = self.batch.document[self.real], self.batch.position[self.real]
+        return find_shared_draws(self.draws, SEEDS, document, position)
+
+
+def _teacher_faults(moved: tuple[str, float] | None) -> list[FoundDeviation]:
+    """Labels that move with the seed. moved: as from `_seed_dependent`."""
+    if moved is None:
+        return []
+    words = f"{moved[0]} move by up to {moved[1]:.3g} when only the seed changes"
+    return [FoundDeviation("noise-on-teacher", words, {"largest change": moved[1]})]
+
+
+def _evaluation_changes(steps: SeededSteps) -> tuple[float, float]:
+    """In evaluation: the largest change of fc's input, and what the drafts move by where that is none."""
+    real = steps.real
+    still = max(float((out.fc_input.double() - steps.clean)[real].abs().max()) for out in steps.evaluation)
+    drifts = 0.0 if still else measure_draft_change(*steps.evaluation)
+    return still, drifts if drifts > REPEATS * measure_draft_change(steps.runs[0], steps.again) else 0.0
+
+
+def _evaluation_faults(still: float, drifts: float) -> list[FoundDeviation]:
+    """Noise that is on in evaluation."""
+    if not (still > 0 or drifts > 0):
+        return []
+    words = f"fc's input moves by up to {still:.3g} with the seed"
+    if drifts:
+        words = f"fc's input stays and the drafts move by {drifts:.3g} of their size with the seed"
+    size = {"largest change": still} if still else {"change of the drafts": drifts}
+    return [FoundDeviation("noise-in-evaluation", words, size)]
 
 
 def _shared_faults(kind: str, drawn: Tensor, alike: list[SharedDraw]) -> list[FoundDeviation]:
     """Noise that is declared, and is not a draw around 0 for every place."""
     if kind == "none" or not drawn.any():
         return []
-    mean, limit = mean_of(drawn)
+    mean, limit = measure_noise_mean(drawn)
     largest = max((abs(each.correlation) for each in alike), default=0.0)
     if abs(mean) > limit and mean**2 > largest / 2:  # a mean is what all places have in common
         words = f"a mean of {mean:.3f} of its size (limit {limit:.2g}), declared noise has none"
-        return [
-            FoundDeviation(name="noise-kind", measured=words, evidence=(("mean", mean), ("limit", limit)))
-        ]
+        return [FoundDeviation("noise-kind", words, {"mean": mean, "limit": limit})]
     return [
-        FoundDeviation(
-            name="noise-shared",
-            measured=each.words,
-            evidence=(("correlation", each.correlation), ("limit", each.limit)),
-        )
+        FoundDeviation("noise-shared", each.words, {"correlation": each.correlation, "limit": each.limit})
         for each in alike
     ]
 
 
-def _behind(
-    subject: ExaminedAdapter,
-    step: Callable[..., AdapterStep],
-    states: Tensor,
-    runs: list[AdapterStep],
-    again: AdapterStep,
-    clean: Tensor,
-) -> DownstreamNoise | None:
+def _behind(steps: SeededSteps) -> DownstreamNoise | None:
     """What moves the drafts behind fc's input; None where nothing does and nothing could hide it."""
-    real, repeated = subject.batch.document >= 0, apart(runs[0], again)
+    runs, repeated = steps.runs, measure_draft_change(steps.runs[0], steps.again)
 
-    def quiet(states: Tensor, seed: int) -> AdapterStep:
+    def step(states: Tensor, seed: int, training: bool = True) -> AdapterStep:
         with torch.no_grad():
-            return step(seed, states=states)
+            return steps.step(seed, training, states)
 
-    whole = max(apart(runs[0], run) for run in runs[1:])
+    whole = max(measure_draft_change(runs[0], run) for run in runs[1:])
     if repeated:  # a generator of its own, or a device that adds up in another order each time
-        with torch.no_grad():
-            off = step(SEEDS[0], training=False)
-            by_order, _ = rounding(
-                lambda near: step(SEEDS[0], training=False, states=near), states, off, real
-            )
+        off = step(steps.states, SEEDS[0], False)
+        by_order, _ = measure_input_rounding(
+            lambda near: step(near, SEEDS[0], False), steps.states, off, steps.real
+        )
         by_order = REPEATS * min(by_order, ROUGHEST)
         if repeated > by_order:
             return DownstreamNoise(moved=repeated, limit=by_order, whole=whole)
-    if torch.equal(runs[0].fc_input, runs[1].fc_input):
+    if torch.equal(runs[0].fc_input, runs[1].fc_input):  # nothing enters before: then this is exact
         moved = whole if whole > REPEATS * repeated else 0.0
         return DownstreamNoise(moved=moved, limit=0.0, whole=whole) if moved else None
-    found = measure_downstream_noise(quiet, states, runs, SEEDS, real, clean)
+    found = measure_downstream_noise(step, steps.states, runs, SEEDS, steps.real, steps.clean)
     return replace(found, limit=max(found.limit, REPEATS * repeated))
 
 
 def _behind_words(found: DownstreamNoise) -> str:
+    """What moves behind fc's input, or how little would be seen."""
     if found.is_found:
         return f"behind fc's input {found.moved:.3g} of the drafts moves with the seed"
     words = f"behind fc's input nothing moves the drafts by more than {max(found.moved, found.limit):.2g} of their size"
@@ -223,15 +235,17 @@ def _behind_words(found: DownstreamNoise) -> str:
 
 
 def _behind_faults(found: DownstreamNoise | None) -> list[FoundDeviation]:
+    """Drafts that move with the seed by more than fc's input explains."""
     if found is None or not found.is_found:
         return []
     words = f"with the same input of fc the drafts move by {found.moved:.3g} of their size"
     words += f", rounding by up to {found.limit:.2g}" if found.limit else ""
-    numbers = (("change of the drafts", found.moved), ("limit", found.limit))
-    return [FoundDeviation(name="noise-behind-fc", measured=words, evidence=numbers)]
+    numbers: dict[str, Value] = {"change of the drafts": found.moved, "limit": found.limit}
+    return [FoundDeviation("noise-behind-fc", words, numbers)]
 
 
 def _mean(values: list[float]) -> float:
+    """Root of the mean square."""
     return math.sqrt(sum(value**2 for value in values) / len(values)) if values else 0.0
 
 
@@ -255,45 +269,43 @@ def _seed_dependent(runs: list[AdapterStep]) -> tuple[str, float] | None:
     return None
 
 
-def _size_faults(
-    kind: str, std: float, stds: list[float], slices: list[Tensor], clean: Tensor, alike: list[SharedDraw]
-) -> list[FoundDeviation]:
-    """Faults of amount and distribution."""
-    largest, width = max(stds), slices[0].shape[1]
+def _size_faults(kind: str, std: float, steps: SeededSteps, alike: list[SharedDraw]) -> list[FoundDeviation]:
+    """Amount and distribution of the noise, the first that is wrong.
+
+    Args:
+        kind: declared: none, uniform or gaussian.
+        std: declared, in units of the states.
+        steps: the noise that was added.
+        alike: draws that are shared: so many fewer values are independent.
+    """
+    stds, largest = steps.stds, max(steps.stds)
     copies = math.prod(1 + abs(each.correlation) * (each.copies - 1) for each in alike)
+    # Where it is, and where it is not.
     if kind == "none":
         words = f"std {largest:.4g} is added to fc's input"
-        return (
-            [FoundDeviation(name="noise-undeclared", measured=words, evidence=(("std", largest),))]
-            if largest
-            else []
-        )
+        return [FoundDeviation("noise-undeclared", words, {"std": largest})] if largest else []
     if largest == 0:
-        return [
-            FoundDeviation(
-                name="noise-missing", measured=f"std {std:g} is declared and fc's input never moves"
-            )
-        ]
+        return [FoundDeviation("noise-missing", f"std {std:g} is declared and fc's input never moves")]
     silent = [index for index, value in enumerate(stds) if value == 0]
     if silent:
-        return [FoundDeviation(name="noise-slices", measured=f"slices {silent} of {len(stds)} get none")]
-    rounding = [_rounding(clean[:, at * width : (at + 1) * width]) for at in range(len(stds))]
-    for index, (value, each) in enumerate(zip(stds, slices, strict=True)):
+        return [FoundDeviation("noise-slices", f"slices {silent} of {len(stds)} get none")]
+    # The standard deviation of each slice.
+    rounding = [_rounding(signal) for signal in steps.signals]
+    for index, (value, each) in enumerate(zip(stds, steps.slices, strict=True)):
         error = std * math.sqrt((KURTOSIS[kind] - 1) / (4 * max(1.0, each.numel() / copies)))
         limit = STANDARD_ERRORS * error + rounding[index]
         if abs(value - std) > limit:
             words = f"{value:.4g} on slice {index}, declared {std:g} (limit {limit:.2g})"
-            return [
-                FoundDeviation(name="noise-std", measured=words, evidence=(("std", value), ("limit", limit)))
-            ]
+            return [FoundDeviation("noise-std", words, {"std": value, "limit": limit})]
+    # The fourth moment of all slices, where there are enough independent values.
     if alike:
-        return []  # too few independent values for a fourth moment
-    whole = torch.cat([each.flatten() for each in slices])
+        return []
+    whole = torch.cat([each.flatten() for each in steps.slices])
     kurtosis = float(whole.pow(4).mean() / whole.square().mean() ** 2)
     error = KURTOSIS_ERROR[kind] / math.sqrt(len(whole))
     if max(rounding) < std / 10 and abs(kurtosis - KURTOSIS[kind]) > STANDARD_ERRORS * error:
         words = f"kurtosis {kurtosis:.3f}, {kind} noise has {KURTOSIS[kind]}"
-        return [FoundDeviation(name="noise-kind", measured=words, evidence=(("kurtosis", kurtosis),))]
+        return [FoundDeviation("noise-kind", words, {"kurtosis": kurtosis})]
     return []
 
 
@@ -302,23 +314,18 @@ def _rounding(states: Tensor) -> float:
     return float((states.abs() * torch.finfo(torch.float32).eps).square().mean().sqrt()) / math.sqrt(12)
 
 
-def _table(wanted: tuple[str, ...], clean: Tensor, slices: list[Tensor], width: int) -> Table:
+def _table(steps: SeededSteps) -> Table:
     """Signal to noise per conditioning slice."""
-    rows = []
-    for index, each in enumerate(slices):
-        signal = float(clean[:, index * width : (index + 1) * width].square().mean().sqrt())
-        noise = float(each.square().mean().sqrt())
+    rows, wanted = [], steps.wanted
+    for index, (own, noise) in enumerate(zip(steps.signals, steps.stds, strict=True)):
+        signal = float(own.square().mean().sqrt())
         name = wanted[index] if index < len(wanted) else f"slice {index}, undeclared"
         rows.append((index, name, signal, noise, signal / noise if noise else float("inf")))
     return Table(
         name="noise.slices",
         title="Signal and noise of every slice that enters fc",
-        columns=(
-            Column(key="slice", title="slice", kind="int"),
-            Column(key="tap", title="tap"),
-            Column(key="signal", title="signal", unit="rms", kind="float"),
-            Column(key="noise", title="noise", unit="rms", kind="float"),
-            Column(key="ratio", title="signal/noise", kind="float"),
+        columns=declare_columns(
+            "slice:int | tap | signal:float (rms) | noise:float (rms) | ratio:float signal/noise"
         ),
         rows=tuple(rows),
         caption="On synthetic states of rms 1.",

@@ -1,9 +1,9 @@
 """Is an interrupted run the same run?
 
 The trainer's own short run (`run`) of 4 steps against the same in 2 steps, saved, opened again and taken to 4: every
-loss must be equal bit for bit. That the run is a function of its seed is asked first: the first 2 losses of both must
+loss must be equal bit for bit. That the run is a function of its seed is tested first: the first 2 losses of both must
 be equal already. Exact on one machine and one thread; a trainer whose sums change their order from run to run (atomics
-on a GPU) cannot pass, and is told to be not deterministic.
+on a GPU) cannot pass, and is reported as not deterministic.
 
 What differs is named by where it begins and by what the trainer logs. A first loss that is right and later ones that
 are not: the optimizer, or the schedule where a logged rate differs. A first loss that is wrong: other data where logged
@@ -19,12 +19,12 @@ anchors from a generator that no checkpoint holds, mid-epoch skips. Faults: the 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import AdapterError, ExaminedAdapter, FoundDeviation, make_probe_answer
+from parity.probes.subject import AdapterError, ExaminedAdapter
 from parity.reports.record import Value
 
 STEPS, BREAK = 4, 2
@@ -36,7 +36,8 @@ RATES = ("lr", "learning_rate")
 SLIGHT = 1e-3
 """Share of the loss below which a difference is rounding and not another batch or other anchors."""
 
-ResumeStep = Mapping[str, Any]
+ResumeStep = Mapping[str, float]
+"""What a trainer logs of one step: `loss`, and counts or rates where it has them."""
 
 
 class ResumeProbe:
@@ -94,32 +95,38 @@ def _unequal(whole: Sequence[ResumeStep], first: Sequence[ResumeStep]) -> FoundD
             words = (
                 f"step {number + 1} has loss {one['loss']:.9g} and {two['loss']:.9g} in two runs of one seed"
             )
-            return FoundDeviation(
-                name="run-not-deterministic", measured=words, evidence=(("difference", gap),)
-            )
+            return FoundDeviation("run-not-deterministic", words, {"difference": gap})
     return None
 
 
 def _check_continued(
     runs: _ShortRuns, whole: Sequence[ResumeStep], second: Sequence[ResumeStep]
 ) -> FoundDeviation | None:
-    """What was not restored."""
+    """What was not restored, by where the losses begin to differ; None where none does.
+
+    Args:
+        runs: makes further runs where these do not tell what is missing.
+        whole: steps of the run without an interruption.
+        second: steps that the interrupted run made after it was opened again.
+    """
+    # As many steps as were left; a run that begins anew is named for that.
     wanted = whole[BREAK:]
     if len(second) != len(wanted):
         again = [step["loss"] for step in second[:BREAK]] == [step["loss"] for step in whole[:BREAK]]
         words = f"{len(second)} steps were made after the interruption, {len(wanted)} were left"
         words += ", with the losses of the first ones" if again else ""
-        return FoundDeviation(name="resume-restart", measured=words, evidence=(("steps", len(second)),))
+        return FoundDeviation("resume-restart", words, {"steps": len(second)})
     off = [number for number, (a, b) in enumerate(zip(wanted, second, strict=True)) if a["loss"] != b["loss"]]
     if not off:
         return None
+    # The first loss that differs, and what is logged beside it.
     one, two = wanted[off[0]], second[off[0]]
     gap = float(two["loss"]) - float(one["loss"])
     words = f"step {BREAK + off[0] + 1} has loss {two['loss']:.9g} instead of {one['loss']:.9g}"
-    evidence: tuple[tuple[str, Value], ...] = (("step", BREAK + off[0] + 1), ("difference", gap))
+    evidence: dict[str, Value] = {"step": BREAK + off[0] + 1, "difference": gap}
 
     def fault(name: str, more: str = "") -> FoundDeviation:
-        return FoundDeviation(name=name, measured=f"{words}{more}", evidence=evidence)
+        return FoundDeviation(name, f"{words}{more}", evidence)
 
     rate = _differs(wanted, second, RATES)
     if rate and off[0] > 0:
@@ -148,10 +155,12 @@ def _by_breaks(runs: _ShortRuns, fault: Callable[[str, str], FoundDeviation]) ->
     ordered = [gaps[number] for number in sorted(gaps)]
     told = "; after " + ", ".join(f"{number} steps {gaps[number]:+.3g}" for number in sorted(gaps))
     sizes = [abs(each) / abs(float(whole[number]["loss"])) for number, each in sorted(gaps.items())]
+    # Rounded weights miss little everywhere; lost ones the more, the longer they were trained.
     if max(sizes) < SLIGHT:
         return fault("resume-weights", f"{told}: always by little, as rounding does")
     if min(ordered) > 0 and ordered[-1] > ordered[len(ordered) // 2] > ordered[0]:
         return fault("resume-weights", f"{told}: the more, the longer it was trained")
+    # Neither pattern: a random state, if the data is known to be the same.
     logged = any(name in whole[0] for name in DATA)
     if logged:
         return fault("resume-random", f"{told}; the logged counts of the data are the same")

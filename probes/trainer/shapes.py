@@ -8,6 +8,8 @@ the declared precision, by their values too: float32 whose every value lies on t
 Bugs it finds: all-zero or stale states of hybrid targets (speculators#613, vllm#46301), states stored in a narrower
 dtype, a slice too many (speculators#705). Cost: one step (shared), and one on the captured states. Faults: the `shapes`
 rows of `parity.probes.deviations`.
+
+Shapes: S tokens of the row, T of them no padding, N captured slices, D width.
 """
 
 import torch
@@ -15,9 +17,10 @@ from torch import Tensor
 
 from parity.model.training.anchors import PADDING
 from parity.probes.adapters.base import AdapterStep, NotExposed
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, list_fc_taps, make_probe_answer
-from parity.reports.record import Column, Table, Value
+from parity.probes.subject import ExaminedAdapter, list_fc_taps
+from parity.reports.record import Table, Value, declare_columns
 
 GRIDS = (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
 """Narrower dtypes, narrowest first."""
@@ -32,10 +35,9 @@ class ShapesProbe:
     def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
         """One finding a deviation, with the table of tensors."""
         shown, why_not = subject.step_output, ""
-        tensors = {
-            f"step.{name}": getattr(shown, name) for name in STEP_TENSORS if getattr(shown, name) is not None
-        }
-        faults = [*_step_faults(subject, shown)]
+        tensors = {f"step.{name}": each for name, each in _tensors(shown).items()}
+        faults = _step_faults(subject, shown)
+        # The trainer's own capture, and a step on it where nothing is wrong so far.
         try:
             states = subject.captured_states
         except NotExposed as missing:
@@ -59,54 +61,51 @@ class ShapesProbe:
 
 
 def _features(subject: ExaminedAdapter, shown: AdapterStep) -> str:
+    """Width of fc's input as slices times D, where it is."""
     width = subject.adapter.width
     features = shown.fc_input.shape[1]
     return f"{features // width} x {width}" if features % width == 0 else str(features)
 
 
 def _finite(tensor: Tensor) -> bool:
+    """Whether every value is finite."""
     return bool(tensor.detach().isfinite().all())
 
 
 def _step_faults(subject: ExaminedAdapter, shown: AdapterStep) -> list[FoundDeviation]:
+    """Values that are not finite, fc's width and precision, and labels beyond the head."""
     faults = _not_finite(shown, "synthetic states")
     want, have = len(list_fc_taps(subject.recipe)) * subject.adapter.width, shown.fc_input.shape[1]
     if have != want:
         words = (
             f"{have} features, declared {len(list_fc_taps(subject.recipe))} slices of {subject.adapter.width}"
         )
-        faults.append(
-            FoundDeviation(name="fc-width", measured=words, evidence=(("features", have), ("declared", want)))
-        )
+        faults.append(FoundDeviation("fc-width", words, {"features": have, "declared": want}))
     enters, states = shown.fc_input.detach(), subject.shown_states.detach()
     grid, own = _grid(enters) or enters.dtype, _grid(states) or states.dtype
     if _finite(enters) and _bits(grid) < _bits(own):
         words = f"{enters.numel()} values of fc's input have the precision of {_name(grid)}, the states {_name(own)}'s"
-        faults.append(
-            FoundDeviation(name="fc-rounded", measured=words, evidence=(("values", shown.fc_input.numel()),))
-        )
+        faults.append(FoundDeviation("fc-rounded", words, {"values": shown.fc_input.numel()}))
     if shown.labels is not None and int(shown.labels.max()) >= len(shown.head):
         words = f"label {int(shown.labels.max())}, the head has {len(shown.head)} rows"
-        faults.append(
-            FoundDeviation(
-                name="labels-range", measured=words, evidence=(("label", int(shown.labels.max())),)
-            )
-        )
+        faults.append(FoundDeviation("labels-range", words, {"label": int(shown.labels.max())}))
     return faults
 
 
 def _not_finite(shown: AdapterStep, what: str) -> list[FoundDeviation]:
-    """Tensors of a step that hold other things than numbers."""
-    bad = [
-        name
-        for name in STEP_TENSORS
-        if getattr(shown, name) is not None and not _finite(getattr(shown, name))
-    ]
-    if not bad:
+    """Tensors of a step that hold other things than numbers. what: which states it was made from."""
+    found = {name: int((~each.detach().isfinite()).sum()) for name, each in _tensors(shown).items()}
+    counts = {name: count for name, count in found.items() if count}
+    if not counts:
         return []
-    counts = [(name, int((~getattr(shown, name).detach().isfinite()).sum())) for name in bad]
-    words = f"on {what}: " + ", ".join(f"{count} values of {name}" for name, count in counts)
-    return [FoundDeviation(name="step-not-finite", measured=words, evidence=tuple(counts))]
+    words = f"on {what}: " + ", ".join(f"{count} values of {name}" for name, count in counts.items())
+    return [FoundDeviation("step-not-finite", words, counts)]
+
+
+def _tensors(shown: AdapterStep) -> dict[str, Tensor]:
+    """What a step exposes, by name."""
+    found = {name: getattr(shown, name) for name in STEP_TENSORS}
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def _on_captured(subject: ExaminedAdapter, states: Tensor) -> list[FoundDeviation]:
@@ -117,52 +116,42 @@ def _on_captured(subject: ExaminedAdapter, states: Tensor) -> list[FoundDeviatio
 
 
 def _captured_faults(subject: ExaminedAdapter, states: Tensor) -> list[FoundDeviation]:
-    """What is wrong with the captured slices by their values alone."""
-    batch = subject.batch
-    real = batch.document != PADDING
-    rows, tokens = states.detach()[real].cpu(), int(real.sum())
-    faults = []
-    finite = rows.isfinite().all(-1)
-    if not finite.all():
-        words = f"{int((~finite).sum())} of {finite.numel()} rows, the first {_where(subject, ~finite, real)}"
-        faults.append(
-            FoundDeviation(
-                name="states-not-finite", measured=words, evidence=(("rows", int((~finite).sum())),)
-            )
-        )
+    """What is wrong with the captured slices [S, N, D] by their values alone."""
+    real = subject.batch.document != PADDING
+    rows = states.detach()[real].cpu()
+    # Rows that cannot be states: each kind without those that a worse one has.
     zero = (rows == 0).all(-1)
     constant = (rows == rows[..., :1]).all(-1) & ~zero
-    for name, found in (("states-zero", zero), ("states-constant", constant)):
+    kinds = {
+        "states-not-finite": ~rows.isfinite().all(-1),
+        "states-zero": zero,
+        "states-constant": constant,
+        "states-repeated": _repeats_earlier(rows) & ~zero & ~constant,
+    }
+    faults = []
+    for name, found in kinds.items():
         if found.any():
             words = f"{int(found.sum())} of {found.numel()} rows, the first {_where(subject, found, real)}"
-            faults.append(FoundDeviation(name=name, measured=words, evidence=(("rows", int(found.sum())),)))
-    repeated = _repeats_earlier(rows) & ~zero & ~constant
-    if repeated.any():
-        words = (
-            f"{int(repeated.sum())} of {repeated.numel()} rows, the first {_where(subject, repeated, real)}"
-        )
-        faults.append(
-            FoundDeviation(name="states-repeated", measured=words, evidence=(("rows", int(repeated.sum())),))
-        )
-    if faults:
-        return faults
-    wanted = subject.recipe.target.dtype
-    if wanted != "auto":
-        declared_dtype = getattr(torch, wanted)
-        coarse = next((g for n in range(rows.shape[1]) if (g := _grid(rows[:, n])) is not None), None)
-        narrower = _bits(states.dtype) < _bits(declared_dtype)
-        if narrower or (coarse is not None and _bits(coarse) < _bits(declared_dtype)):
-            have = _name(states.dtype if narrower or coarse is None else coarse)
-            words = f"{tokens * rows.shape[1]} rows with the precision of {have}, declared {wanted}"
-            faults.append(FoundDeviation(name="states-dtype", measured=words, evidence=(("dtype", have),)))
-        elif _bits(states.dtype) == _bits(declared_dtype) and states.dtype != declared_dtype:
-            words = f"states of {tokens} tokens are {_name(states.dtype)}, declared {wanted}"
-            faults.append(
-                FoundDeviation(
-                    name="states-dtype", measured=words, evidence=(("dtype", _name(states.dtype)),)
-                )
-            )
-    return faults
+            faults.append(FoundDeviation(name, words, {"rows": int(found.sum())}))
+    return faults or _precision_faults(subject.recipe.target.dtype, rows)
+
+
+def _precision_faults(wanted: str, rows: Tensor) -> list[FoundDeviation]:
+    """Captured rows [T, N, D] that are another dtype than `wanted`, or hold values of a narrower one."""
+    if wanted == "auto":
+        return []
+    own, declared, count = rows.dtype, getattr(torch, wanted), len(rows)
+    coarse = next((g for n in range(rows.shape[1]) if (g := _grid(rows[:, n])) is not None), None)
+    narrower = _bits(own) < _bits(declared)
+    if narrower or (coarse is not None and _bits(coarse) < _bits(declared)):
+        have = _name(own if narrower or coarse is None else coarse)
+        words = f"{count * rows.shape[1]} rows with the precision of {have}, declared {wanted}"
+    elif _bits(own) == _bits(declared) and own != declared:
+        have = _name(own)
+        words = f"states of {count} tokens are {have}, declared {wanted}"
+    else:
+        return []
+    return [FoundDeviation("states-dtype", words, {"dtype": have})]
 
 
 def _where(subject: ExaminedAdapter, found: Tensor, real: Tensor) -> str:
@@ -172,7 +161,7 @@ def _where(subject: ExaminedAdapter, found: Tensor, real: Tensor) -> str:
 
 
 def _repeats_earlier(rows: Tensor) -> Tensor:
-    """bool [tokens, N]: the row is an earlier token's of the same slice, bit for bit."""
+    """bool [T, N]: the row is an earlier token's of the same slice, bit for bit."""
     found = torch.zeros(rows.shape[:2], dtype=torch.bool)
     for number in range(rows.shape[1]):
         seen: set[bytes] = set()
@@ -199,13 +188,15 @@ def _bits(dtype: torch.dtype) -> int:
 
 
 def _name(dtype: torch.dtype) -> str:
+    """`float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def _table(tensors: dict[str, Tensor]) -> Table:
+    """Shape, dtype, place and range of each tensor, over its finite values."""
     rows: list[tuple[Value, ...]] = []
     for name, tensor in tensors.items():
-        values = tensor.detach()
+        values = tensor.detach()  # statistics in 32 bits at least, of what is finite
         numbers = values if values.dtype in (torch.float32, torch.float64) else values.double()
         finite = numbers if _finite(numbers) else numbers[numbers.isfinite()]
         some = finite if finite.numel() else numbers.new_full((1,), float("nan"))
@@ -223,13 +214,13 @@ def _table(tensors: dict[str, Tensor]) -> Table:
                 numbers.numel() - finite.numel(),
             )
         )
-    names = ("tensor", "shape", "dtype", "device", "stride", "mean", "std", "min", "max", "bad")
-    titles = (*names[:-1], "not finite")
-    kinds = ("text",) * 5 + ("float",) * 4 + ("int",)
     return Table(
         name="shapes.tensors",
         title="Every tensor of one step",
-        columns=tuple(Column(key=k, title=t, kind=d) for k, t, d in zip(names, titles, kinds, strict=True)),  # type: ignore[arg-type]
+        columns=declare_columns(
+            "tensor | shape | dtype | device | stride | mean:float | std:float | min:float | max:float | "
+            "bad:int not finite"
+        ),
         rows=tuple(rows),
         detail=True,
     )

@@ -13,6 +13,8 @@ Test: exact up to rounding. KL has to be below 1e-6, or four times what the targ
 rounded to the captured dtype and multiplied in the head's; where only labels are known, the argmax has to agree as
 often as it does there.
 
+Shapes: S tokens of the row, N captured slices, D width, A anchors, B slots, n slots, V the draft's vocabulary.
+
 Bugs it finds: 1 + w norms loaded as plain ones (speculators#797, #1090, #1145), final norm missing or twice
 (ModelOpt#1846, TorchSpec#169), last state a layer early (TorchSpec#87), untied heads (SpecForge#455), draft
 vocabulary maps (vllm-ascend#9795).
@@ -21,7 +23,7 @@ Cost: one forward pass of the target, one of the capture, two steps. Faults: the
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -29,29 +31,33 @@ from torch import Tensor
 
 from parity.model.training.anchors import PADDING
 from parity.probes.adapters.base import AdapterStep, NotExposed, TargetReference
+from parity.probes.answers import FoundDeviation, make_probe_answer, one
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch
 from parity.probes.instruments.loss.head_gradient import (
     FINAL_STATES,
     HeadGradients,
     TeacherSlice,
-    draft_ids,
-    teacher_slice,
-    wide,
+    find_draft_ids,
+    find_teacher_slice,
+    widen_head,
 )
 from parity.probes.instruments.loss.labels import estimate_labels
-from parity.probes.subject import ExaminedAdapter, FoundDeviation, make_probe_answer, one
-from parity.reports.record import Column, Table, Value
+from parity.probes.subject import ExaminedAdapter
+from parity.reports.record import Table, Value, declare_columns
 
 KL = 1e-6
 """Nats that float32 may differ by; float32 heads of 32,768 rows leave 1e-9."""
-ROUNDINGS = 4.0
+KL_ROUNDINGS = 4.0
+"""Times the KL that rounding alone makes."""
 AGREES = 0.999
 """Share of argmaxes."""
 COLUMN = 1e-3
 """Sine between a column of the head that is read and the target's own, in float32."""
 COLUMN_ULPS = 8
-SHIFTS = (0, 1, -1)
+"""The same in units in the last place, for narrower dtypes."""
+TOKEN_SHIFTS = (0, 1, -1)
+"""Tokens by which the teacher's states may be off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +79,7 @@ class LogitDistance:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TeacherSetup:
-    """What everything is held against."""
+    """What everything is compared with."""
 
     reference: TargetReference
     slice: TeacherSlice
@@ -94,18 +100,18 @@ class TeacherSetup:
     @cached_property
     def head(self) -> Tensor:
         """[V, D] the target's rows."""
-        head = wide(self.reference.head)
+        head = widen_head(self.reference.head)
         return head if torch.equal(self.rows, torch.arange(len(head))) else head[self.rows]
 
     def fits(self, distance: LogitDistance) -> bool:
         """Whether a distance is rounding. Where KL is that small, other argmaxes are ties."""
         if distance.kl == distance.kl:
-            return distance.kl <= max(KL, ROUNDINGS * self.limit.kl)
+            return distance.kl <= max(KL, KL_ROUNDINGS * self.limit.kl)
         return distance.agreement >= min(AGREES, self.limit.agreement)
 
 
 class TeacherProbe:
-    """Holds the teacher's logits against the target's."""
+    """Compares the teacher's logits with the target's."""
 
     name = "teacher"
 
@@ -113,20 +119,17 @@ class TeacherProbe:
         """One finding a deviation."""
         if not subject.recipe.needs_teacher:
             words = "the recipe trains on the data's tokens and uses no teacher"
-            return one(
-                self.name,
-                "skipped",
-                words,
-                next_step="nothing: there is no teacher to hold against the target",
-            )
+            then = "nothing: there is no teacher to hold against the target"
+            return one(self.name, "skipped", words, next_step=then)
         reference = subject.target_reference
-        where, why_not = teacher_slice(subject, subject.batch)
+        where, why_not = find_teacher_slice(subject, subject.batch)
         if where is None:
             raise NotExposed(f"capture (a teacher slice: {why_not})")
         shown, states = _step(subject, reference)
         setting = _setting(subject, reference, where, shown, states)
         if isinstance(setting, FoundDeviation):
             return make_probe_answer(self.name, "the head's rows are not the target's", [setting])
+        # Twice against the target: what the capture delivers, and what the step makes of right states.
         faults: list[FoundDeviation] = []
         rows: list[tuple[Value, ...]] = []
         captured = _capture(subject, setting)
@@ -136,6 +139,7 @@ class TeacherProbe:
         at_step, found = _trainer(subject, setting, shown, states)
         rows.append(("step", at_step.agreement, at_step.kl if at_step.kl == at_step.kl else None))
         faults += found
+        # The sentence and its facts.
         sentence = f"the step's teacher logits are the target's own ({at_step.words}, {at_step.count} slots)"
         if found:
             sentence = f"the step's teacher logits are not the target's own ({at_step.words})"
@@ -146,10 +150,8 @@ class TeacherProbe:
             sentence += f"; the captured slice through {through}: {captured[0].words}"
         facts: dict[str, Value] = {"teacher.agreement": at_step.agreement, "teacher.kl": at_step.kl}
         if captured is not None:
-            facts |= {
-                "teacher.capture_agreement": captured[0].agreement,
-                "teacher.capture_kl": captured[0].kl,
-            }
+            facts["teacher.capture_agreement"] = captured[0].agreement
+            facts["teacher.capture_kl"] = captured[0].kl
         return make_probe_answer(self.name, sentence, faults, facts=facts, tables=[_table(rows, setting)])
 
 
@@ -170,16 +172,28 @@ def _setting(
     shown: AdapterStep,
     states: Tensor,
 ) -> TeacherSetup | FoundDeviation:
-    """The target on the draft's vocabulary, and what rounding does to its own logits."""
-    ids = draft_ids(subject, shown, subject.batch)
+    """The target on the draft's vocabulary, and what rounding does to its own logits.
+
+    Args:
+        subject: the adapter that is examined.
+        reference: the target's states, norm and head.
+        where: the teacher's slice.
+        shown: a step on the target's own states.
+        states: those states, [S, N, D].
+
+    Returns:
+        The setup, or the fault that makes it impossible: a head with rows that are not the target's.
+    """
+    # Which of the target's rows the draft's vocabulary has.
+    ids = find_draft_ids(subject, shown, subject.batch)
     if ids is None:
         words = f"{len(shown.head)} rows of the draft's head, of which not every one is a row of the target's"
-        return FoundDeviation(name="teacher-head", measured=words, evidence=(("rows", len(shown.head)),))
+        return FoundDeviation("teacher-head", words, {"rows": len(shown.head)})
     rows = torch.full((len(shown.head),), -1)
     rows[ids[ids >= 0]] = (ids >= 0).nonzero().squeeze(-1)
-    setting = TeacherSetup(
-        reference=reference, slice=where, rows=rows, limit=LogitDistance(agreement=1.0, kl=0.0, count=0)
-    )
+    # The target's own states through norm and head, exactly and in the head's dtype: what is off there is rounding.
+    exactly = LogitDistance(agreement=1.0, kl=0.0, count=0)
+    setting = TeacherSetup(reference=reference, slice=where, rows=rows, limit=exactly)
     real = subject.batch.document != PADDING
     dtype = shown.head.dtype
     before = states.detach()[:, where.number]
@@ -193,7 +207,7 @@ def _setting(
         kl=max(each.kl for each in both),
         count=int(real.sum()),
     )
-    return TeacherSetup(reference=reference, slice=where, rows=rows, limit=limit)
+    return replace(setting, limit=limit)
 
 
 def _distance(logits: Tensor, own: Tensor) -> LogitDistance:
@@ -219,27 +233,28 @@ def _capture(
         return distance, []
     taps = subject.adapter.slices
     slices = {tap: states[:, number] for number, tap in enumerate(taps)}
-    repair = _repair(subject, setting, slices, lambda logits: _distance(logits[real], own[real]))
+    repair = _repair(setting, slices, lambda logits: _distance(logits[real], own[real]))
     return distance, [_fault(setting, "the captured slice", distance, repair)]
 
 
 def _trainer(
     subject: ExaminedAdapter, setting: TeacherSetup, shown: AdapterStep, states: Tensor
 ) -> tuple[LogitDistance, list[FoundDeviation]]:
-    """What the step makes of the target's own states."""
+    """What the step makes of the target's own states [S, N, D]."""
+    # Slots inside the row and the anchor's document, and the token before each.
     batch, anchors = subject.batch, shown.anchors.cpu()
     index = anchors[:, None] + torch.arange(subject.block)
     document = batch.document[index.clamp(max=len(batch.tokens) - 1)]
     use = (index < len(batch.tokens)) & (document == batch.document[anchors][:, None])
     use[:, 0] = False
     before = index[use] - 1
+    # By its teacher logits, or by the labels that its gradient shows.
     if shown.teacher is not None:
         logits = shown.teacher.detach().double().cpu()[use]
 
         def from_variant(variant: Tensor) -> LogitDistance:
             return _distance(logits, variant[before])
 
-        distance = _distance(logits, setting.own[before])
     else:
         labels, at = _labels(subject, setting, shown, states)
         before = at.index - 1
@@ -248,11 +263,12 @@ def _trainer(
             same = variant[before.clamp(max=len(variant) - 1)].argmax(-1) == labels
             return LogitDistance(agreement=float(same.double().mean()), kl=float("nan"), count=len(labels))
 
-        distance = from_variant(setting.own)
+    distance = from_variant(setting.own)
     if setting.fits(distance):
         return distance, []
+    # A repair that explains the difference, else the head.
     slices = {tap: states.detach()[:, number] for number, tap in enumerate(subject.adapter.slices)}
-    repair = _repair(subject, setting, slices, from_variant)
+    repair = _repair(setting, slices, from_variant)
     if repair is None and shown.teacher is not None:
         head = _head_fault(subject, setting, distance)
         if head is not None:
@@ -271,7 +287,7 @@ def _labels(
         anchors=shown.anchors.cpu(),
         slice=setting.slice,
         why_not="",
-        ids=draft_ids(subject, shown, subject.batch),
+        ids=find_draft_ids(subject, shown, subject.batch),
         head=shown.head.detach().cpu(),
     )
     reading = estimate_labels(subject, crafted, at)
@@ -297,15 +313,20 @@ class LogitExplanation:
 
 
 def _repair(
-    subject: ExaminedAdapter,
     setting: TeacherSetup,
     slices: dict[str, Tensor],
     measure: Callable[[Tensor], LogitDistance],
 ) -> LogitExplanation | None:
-    """The first variant of the teacher whose logits are those that are examined, or that are the target's."""
+    """The first variant of the teacher that fits.
+
+    Args:
+        setting: the target, and what counts as rounding.
+        slices: states of each captured slice by its tap, [S, D]; the teacher's own is tried first.
+        measure: distance of a variant's logits [S, V] from those that are examined, or from the target's.
+    """
     norm = setting.reference.norm
     for tap in sorted(slices, key=lambda tap: tap != setting.slice.tap):
-        for shift in SHIFTS:
+        for shift in TOKEN_SHIFTS:
             for words, made in _variants(slices[tap], norm):
                 logits = made.double().cpu().roll(shift, 0) @ setting.head.T
                 if not setting.fits(measure(logits)):
@@ -342,54 +363,53 @@ def _variants(state: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Iterato
 def _fault(
     setting: TeacherSetup, who: str, distance: LogitDistance, repair: LogitExplanation | None
 ) -> FoundDeviation:
-    evidence = (("agreement", distance.agreement), ("KL", distance.kl), ("slots", distance.count))
+    """A distance beyond rounding, by the repair that explains it. who: whose logits."""
+    evidence: dict[str, Value] = {"agreement": distance.agreement, "KL": distance.kl, "slots": distance.count}
     declared = "before the final norm" if setting.slice.norm is not None else "after the final norm"
     if repair is None:
         words = f"{who}: {distance.words} against the target, and no repair explains it"
-        return FoundDeviation(name="teacher-differs", measured=words, evidence=evidence)
+        return FoundDeviation("teacher-differs", words, evidence)
     words = f"{who}: {distance.words} against the target; {setting.slice.tap} is declared {declared}, and what fits is"
     words += f" {repair.words} ({repair.distance.words})"
-    return FoundDeviation(name=f"teacher-{repair.kind}", measured=words, evidence=evidence)
+    return FoundDeviation(f"teacher-{repair.kind}", words, evidence)
 
 
 def _head_fault(
     subject: ExaminedAdapter, setting: TeacherSetup, distance: LogitDistance
 ) -> FoundDeviation | None:
-    """Whether the teacher's head is another one: its columns are read from one-hot states."""
+    """Whether the teacher's head is another one: its columns are read from one-hot states.
+
+    Args:
+        subject: the adapter that is examined.
+        setting: the target's own head.
+        distance: of the step's teacher logits, quoted in the fault.
+    """
+    # A step on states that have one channel each: what the head gives is that column, times the norm's factor.
     width, batch = subject.adapter.width, subject.batch
-    anchors = subject.anchors(batch)
-    states = subject.states(batch)
+    anchors, states = subject.anchors(batch), subject.states(batch)
     channel = torch.arange(len(batch.tokens)) % width
     states[:, setting.slice.number] = torch.nn.functional.one_hot(channel, width).to(states) * width**0.5
     shown = subject.step(batch, states, anchors=anchors)
     assert shown.teacher is not None
+    # Columns that are read beside the target's own, as rows [m, V].
     index = anchors[:, None] + torch.arange(subject.block) - 1
     inside = (index >= 0) & (index < len(batch.tokens))
     inside[:, 0] = False
     found = shown.teacher.detach().double().cpu()[inside]
     own = setting.head[:, channel[index[inside]]].T
-    dtype = shown.head.dtype
-    limit = max(COLUMN, COLUMN_ULPS * torch.finfo(dtype).eps)
-    off = _sine(found, own)
-    numbers = (("columns", len(found)), ("sine", float(off.median())))
-    if float(off.median()) <= limit:
+    limit = max(COLUMN, COLUMN_ULPS * torch.finfo(shown.head.dtype).eps)
+    size = float(_sine(found, own).median())
+    if size <= limit:
         return None
-    ordered = _sine(found.sort(-1).values, own.sort(-1).values)
-    if (
-        float(
-            torch.minimum(
-                ordered, _sine(-found.sort(-1, descending=True).values, own.sort(-1).values)
-            ).median()
-        )
-        <= limit
-    ):
-        words = (
-            f"{len(found)} columns of the head hold the target's values in another order; {distance.words}"
-        )
-        return FoundDeviation(name="teacher-vocabulary", measured=words, evidence=numbers)
-    size = float(off.median())
+    # The same values in another order, whatever the factor's sign, are a vocabulary map.
+    ordered, falling = own.sort(-1).values, -found.sort(-1, descending=True).values
+    nearer = torch.minimum(_sine(found.sort(-1).values, ordered), _sine(falling, ordered))
+    numbers: dict[str, Value] = {"columns": len(found), "sine": size}
+    if float(nearer.median()) <= limit:
+        words = f"{len(found)} columns of the head hold the target's values in another order"
+        return FoundDeviation("teacher-vocabulary", f"{words}; {distance.words}", numbers)
     words = f"{len(found)} columns of the teacher's head are off the target's by {size:.2g} (sine, median)"
-    return FoundDeviation(name="teacher-head", measured=f"{words}; {distance.words}", evidence=numbers)
+    return FoundDeviation("teacher-head", f"{words}; {distance.words}", numbers)
 
 
 def _sine(a: Tensor, b: Tensor) -> Tensor:
@@ -401,14 +421,11 @@ def _sine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _table(rows: list[tuple[Value, ...]], setting: TeacherSetup) -> Table:
+    """Agreement and KL of the capture and of the step."""
     return Table(
         name="teacher.agreement",
         title="The teacher's logits against the target's own",
-        columns=(
-            Column(key="what", title="logits of"),
-            Column(key="agreement", title="argmax agrees", kind="float"),
-            Column(key="kl", title="KL", unit="nats", kind="float"),
-        ),
+        columns=declare_columns("what logits of | agreement:float argmax agrees | kl:float KL (nats)"),
         rows=tuple(rows),
         caption=f"Rounding alone: {setting.limit.words}.",
         detail=True,

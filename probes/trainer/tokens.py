@@ -8,7 +8,7 @@ earlier answers. Where the answer begins and ends is found by what moves: the sa
 differs only between the two.
 
 Thoughts may be kept (then the request that thinks must fit) or dropped from the data; a plain conversation must fit
-what a server forms for a client that does not say. Where `request` cannot be told to think, thoughts are not asked.
+what a server forms for a client that does not choose. Where `request` has no `thinking`, thoughts are not examined.
 
 Cost: milliseconds. Finds: z-lab/dflash#133 (thinking-mode template), double BOS, special tokens that were cut into
 characters, templates with a default system message. Faults: the `tokens` rows of `parity.probes.deviations`.
@@ -18,8 +18,9 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import AdapterError, ExaminedAdapter, FoundDeviation, make_probe_answer
+from parity.probes.subject import AdapterError, ExaminedAdapter
 from parity.reports.record import Value
 
 RequestMessage = Mapping[str, str]
@@ -28,7 +29,7 @@ QUOTED_IDS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Conversation:
+class TemplateCase:
     """A conversation that ends with the assistant, and another answer to it."""
 
     name: str
@@ -58,12 +59,12 @@ class Conversation:
 
 
 TALKS = (
-    Conversation(name="one turn", turns=(("user", "what is 3+4?"),)),
-    Conversation(
+    TemplateCase(name="one turn", turns=(("user", "what is 3+4?"),)),
+    TemplateCase(
         name="a system message", turns=(("system", "answer in one word."), ("user", "which colour?"))
     ),
-    Conversation(name="an empty system message", turns=(("system", ""), ("user", "which colour?"))),
-    Conversation(
+    TemplateCase(name="an empty system message", turns=(("system", ""), ("user", "which colour?"))),
+    TemplateCase(
         name="three turns",
         turns=(
             ("user", "first"),
@@ -73,12 +74,12 @@ TALKS = (
             ("user", "third"),
         ),
     ),
-    Conversation(name="thoughts", turns=(("user", "12*3=?"),), thoughts="10*3=30, 2*3=6"),
-    Conversation(
+    TemplateCase(name="thoughts", turns=(("user", "12*3=?"),), thoughts="10*3=30, 2*3=6"),
+    TemplateCase(
         name="outside ascii", turns=(("user", "na\u00efve \u4f60\u597d \U0001f600 e\u0301 \u00bd?"),)
     ),
-    Conversation(name="spaces at the edges", turns=(("user", "  two lines \n\n of text  "),)),
-    Conversation(name="text like a control token", turns=(("user", "say </s> and [inst] and <eos>"),)),
+    TemplateCase(name="spaces at the edges", turns=(("user", "  two lines \n\n of text  "),)),
+    TemplateCase(name="text like a control token", turns=(("user", "say </s> and [inst] and <eos>"),)),
 )
 
 
@@ -92,11 +93,13 @@ class TokensProbe:
     name = "tokens"
 
     def run(self, subject: ExaminedAdapter) -> ProbeAnswer:
-        """One finding a fault, each told with the first talk that shows it."""
+        """One finding a fault, each reported with the first talk that shows it."""
+        # Every talk by both paths.
         says = "thinking" in inspect.signature(subject.adapter.request).parameters
-        read = [Both.of(subject, talk) for talk in TALKS if says or not talk.thoughts]
+        read = [TokenizedTalk.of(subject, talk) for talk in TALKS if says or not talk.thoughts]
         tail = _tail([each.request for each in read if not each.talk.thoughts])
         found = {each.talk.name: each.faults(tail) for each in read}
+        # A text that differs in ordinary talks too is a matter of the template, not of hard characters.
         grouped: dict[str, list[tuple[str, str, int]]] = {}
         texts = {talk for talk, faults in found.items() if any(name == "tokens-text" for name, *_ in faults)}
         another = bool(texts) and not texts <= set(TEXTS)
@@ -105,11 +108,12 @@ class TokensProbe:
                 if another and name in ("tokens-text", "tokens-thinking"):
                     name = "tokens-template"  # what differs elsewhere is no matter of how an answer begins
                 grouped.setdefault(name, []).append((talk, words, size))
+        # One finding a name, and the counts of what is right.
         told = [
             FoundDeviation(
-                name=name,
-                measured=f"in {len(some)} of {len(read)} conversations, first in '{some[0][0]}': {some[0][1]}",
-                evidence=(("conversations", len(some)), ("tokens", some[0][2])),
+                name,
+                f"in {len(some)} of {len(read)} conversations, first in '{some[0][0]}': {some[0][1]}",
+                {"conversations": len(some), "tokens": some[0][2]},
             )
             for name, some in grouped.items()
         ]
@@ -129,10 +133,10 @@ class TokensProbe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Both:
+class TokenizedTalk:
     """One talk by both paths."""
 
-    talk: Conversation
+    talk: TemplateCase
     ids: tuple[int, ...]
     mask: tuple[bool, ...]
     other: tuple[int, ...]
@@ -144,7 +148,7 @@ class Both:
     """kept or dropped, of a talk that has some."""
 
     @classmethod
-    def of(cls, subject: ExaminedAdapter, talk: Conversation) -> "Both":
+    def of(cls, subject: ExaminedAdapter, talk: TemplateCase) -> "TokenizedTalk":
         """Raises Missing."""
         adapter = subject.adapter
         with subject.guard_adapter_call("tokenize"):
@@ -171,7 +175,14 @@ class Both:
         )
 
     def faults(self, tail: int) -> list[tuple[str, str, int]]:
-        """(name, words, a number of tokens). tail: tokens that every request ends with."""
+        """What is wrong with the talk.
+
+        Args:
+            tail: tokens that every request ends with.
+
+        Returns:
+            (name of the fault, words, a number of tokens) of each.
+        """
         shared = _common(self.ids, self.request)
         return self._mask() if shared == len(self.request) else [self._prompt(shared, tail)]
 
@@ -197,11 +208,13 @@ class Both:
 
     def _mask(self) -> list[tuple[str, str, int]]:
         """Whether exactly the answers and the ends of their turns are trained on."""
+        # Where the answer begins and ends, found by the same talk with another one; runs of trained tokens.
         begin, first = len(self.request), _common(self.ids, self.other)
         end = len(self.ids) - _common(self.ids[::-1], self.other[::-1])
         runs = _runs(self.mask)
         last = [run for run in runs if run[1] > begin]
         starts = {len(each) for each in self.before if self.ids[: len(each)] == each}
+        # Earlier answers may be trained on, whole.
         found = []
         for start, stop in (run for run in runs if run[1] <= begin):
             if start not in starts or self.ids[stop - 1] != self.ids[end]:
@@ -209,6 +222,7 @@ class Both:
                     f"tokens {start} to {stop - 1} of the prompt are trained on, and are no earlier answer"
                 )
                 found.append(("tokens-mask", words, stop - start))
+        # The last answer: its first token, its last, and that it is one piece.
         if not last:
             return [*found, ("tokens-mask", "the last answer is not trained on", 0)]
         start, stop = last[0][0], last[-1][1]

@@ -57,7 +57,8 @@ def timed(run: Callable[[], object]) -> float:
 def main() -> None:
     """Print the table."""
     from parity.model.target.capture import capture
-    from parity.model.target.load import TargetSpec, load_target
+    from parity.model.target.load import load_target
+    from parity.model.target.spec import TargetSpec, TraceOptions
 
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     dtype = sys.argv[2] if len(sys.argv) > 2 else "bfloat16"
@@ -88,7 +89,7 @@ def main() -> None:
                 target,
                 requests,
                 folder / "t",
-                taps=["states"],
+                TraceOptions(taps=("states",)),
                 backend=parse_backend("torch"),
                 fingerprint="f",
             )

@@ -39,7 +39,8 @@ def measure(size: str) -> None:
     from parity.model.recipe.presets import preset
     from parity.model.training import states
     from parity.probes.adapters.builtin import Builtin
-    from parity.probes.subject import ExaminedAdapter, query_probes
+    from parity.probes.query import query_probes
+    from parity.probes.subject import ExaminedAdapter
 
     training = preset("tiny" if size == "tiny" else "unit")
     if size == "wide":

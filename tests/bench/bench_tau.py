@@ -120,7 +120,7 @@ def prompts_of(tokenizer: Any, count: int) -> list[list[int]]:
 def generated(target: Target, prompt: Sequence[int], stop_ids: tuple[int, ...]) -> tuple[int, ...]:
     """What transformers writes greedily after a prompt."""
     ids = torch.tensor([prompt])
-    out = target.model.generate(
+    out = target.model.generate(  # type: ignore[operator]
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,

@@ -28,7 +28,7 @@ from parity.model.training.data import Batch
 from parity.model.training.trainer import Trainer
 from parity.probes.adapters.base import AdapterStep, NotExposed
 from parity.probes.adapters.builtin import Builtin
-from parity.probes.subject import query_adapter
+from parity.probes.query import query_adapter
 from tests.families.mtp.family import MtpHead, MtpStep
 
 ROOT = Path(__file__).resolve().parents[2]

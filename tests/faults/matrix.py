@@ -28,7 +28,8 @@ isolate(parse_backend("torch"))  # before anything imports transformers, as in t
 from rich.console import Console
 from rich.progress import track
 
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Finding
 from tests.faults import collect
 from tests.faults.wiring import Healthy, Plant

@@ -6,7 +6,8 @@ import pytest
 
 from parity.commands.check import check
 from parity.model.recipe.presets import preset
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Finding, Report
 from tests.faults.case_study import Faulty
 from tests.faults.injected.inputs import wider

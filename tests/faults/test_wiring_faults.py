@@ -2,15 +2,16 @@
 
 import pytest
 
-from parity.probes.deviations import BY_NAME
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
+from parity.probes.table import find_entry
 from tests.faults import collect
 from tests.faults.wiring import Healthy, Plant
 
 
 @pytest.mark.parametrize("plant", collect.plants(), ids=lambda plant: f"{plant.trainer}: {plant.name}")
 def test_a_plant_is_found_and_named(plant: Plant) -> None:
-    assert BY_NAME[plant.deviation].probe == plant.probe
+    assert plant.deviation in find_entry(plant.probe).faults
     (_, answer), *_ = query_probes(ExaminedAdapter(plant.build()), only=[plant.probe])
     failed = [finding for finding in answer.findings if finding.outcome == "fail"]
     assert failed, [finding.sentence for finding in answer.findings]

@@ -21,7 +21,8 @@ from parity.model.dflash.export import TargetLayers, save_speculators, save_zlab
 from parity.model.dflash.mask import training_layout
 from parity.model.drafting.decode import RecordedText
 from parity.model.drafting.session import EmbeddingAndHead
-from parity.model.target.load import Target, TargetSpec, load_target
+from parity.model.target.load import Target, load_target
+from parity.model.target.spec import TargetSpec
 from parity.model.training.anchors import block_ids, blocks_at
 from parity.model.training.loss import LossConfig, Uniform, objective
 from parity.model.training.vocabulary import DraftVocab

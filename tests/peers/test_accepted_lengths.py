@@ -13,7 +13,8 @@ from parity.model.dflash.drafter import Drafter
 from parity.model.dflash.export import TargetLayers, save_zlab
 from parity.model.drafting.decode import DecodeConfig, decode, greedy, offline_tau, tau
 from parity.model.drafting.session import EmbeddingAndHead
-from parity.model.target.load import TargetSpec, load_target
+from parity.model.target.load import load_target
+from parity.model.target.spec import TargetSpec
 from parity.model.tiny import corpus
 from parity.model.tiny.embedded import find_embedded_target, tokenizer
 

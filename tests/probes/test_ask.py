@@ -14,7 +14,8 @@ from parity.model.recipe.presets import preset
 from parity.probes.adapters.base import AdapterStep
 from parity.probes.adapters.builtin import Builtin
 from parity.probes.ask import SHIPPED, ask_trainer, check_names, open_adapter, wiring_probes
-from parity.probes.subject import ExaminedAdapter, Snapshot, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from parity.probes.table import TABLE
 
 UNIT = preset("unit")
@@ -258,7 +259,7 @@ def test_asking_changes_nothing() -> None:
     subject = ExaminedAdapter(adapter)
     states, anchors = subject.states(subject.batch), subject.anchors(subject.batch)
     adapter.update(subject.batch, states, anchors=anchors, seed=0)  # moments in the optimizer, .grad in place
-    before = Snapshot(subject)
+    before = subject.take_snapshot()
     rng = torch.get_rng_state(), np.random.get_state(legacy=False)
     training = adapter.trainer.drafter.training
     answers = query_probes(ExaminedAdapter(adapter))

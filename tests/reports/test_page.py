@@ -1,7 +1,7 @@
 """The three pages in a real browser: silent, offline, drawn, usable by keyboard, and fit for a phone and for paper.
 
-Needs the package playwright and the system's chromium. Without them it is skipped, except in CI, where it fails:
-a page that nobody looked at is not tested.
+Needs the package playwright and the system's chromium; `make test` gets both where it can (tests/browser.sh).
+Without them it is skipped, except in CI, where it fails: a page that nobody looked at is not tested.
 """
 
 import os
@@ -30,8 +30,8 @@ def _missing() -> str:
     try:
         import playwright.sync_api  # noqa: F401
     except ImportError:
-        return "the package playwright is not installed"
-    return "" if CHROMIUM else "no chromium on this machine"
+        return "the package playwright is not installed: pip install -c constraints.txt playwright"
+    return "" if CHROMIUM else "no chromium on this machine: apt-get install chromium fonts-dejavu-core"
 
 
 @pytest.fixture(scope="module")

@@ -113,3 +113,43 @@ def test_painters_say_a_reason_once(paint: Callable[[Report], str]) -> None:
     assert text.count("no other machine") == 1 and text.count("the same") == 2
     assert all(name in text for name in names)
     assert json.dumps(schema.to_dict(report)).count("no other machine") == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([], ""),
+        (["a"], "a"),
+        (list("abcd"), "a, b, c, d"),
+        (list("abcde"), "a, b, c, d and 1 more"),
+    ],
+)
+def test_a_list_is_cut_and_says_how_much_is_left_out(names: list[str], text: str) -> None:
+    assert words.shorten_list(names) == text
+
+
+def test_a_list_has_its_own_separators() -> None:
+    assert words.shorten_list(list("abc"), 2, "; ", last="; and ") == "a; b; and 1 more"
+
+
+def test_a_number_has_the_noun_that_fits() -> None:
+    assert [words.count_words(count, "tap") for count in (0, 1, 2)] == ["0 taps", "1 tap", "2 taps"]
+    assert words.count_words(2, "finding is", "findings are") == "2 findings are"
+
+
+def test_what_breaks_is_named_in_its_place() -> None:
+    def broken() -> str:
+        raise KeyError("gone")
+
+    assert words.paint_or_say("head", lambda: "painted", str.upper) == "painted"
+    assert words.paint_or_say("head", broken, str.upper) == "HEAD: NOT PAINTED (KEYERROR: 'GONE')"
+
+
+def test_a_number_in_a_sentence_has_two_digits_unless_more_are_given() -> None:
+    assert [words.format_number(value) for value in (0.004512, 1.25e-6, 3.0, math.inf)] == [
+        "0.0045",
+        "1.2e-06",
+        "3",
+        "inf",
+    ]
+    assert words.format_number(0.004512, 3) == "0.00451"

@@ -69,7 +69,7 @@ class ZlabReader:
             from dflash.model import DFlashDraftModel
         except ImportError as error:
             raise ReaderUnavailable("not installed (make peers)") from error
-        with _as_refusal(self.name), quiet():
+        with _as_refusal(self.name), silence_transformers():
             model: Any = DFlashDraftModel.from_pretrained(str(folder), dtype=torch.float32).eval()
         batch, rows = look.batch, []
         for anchor in look.anchors.tolist():
@@ -98,7 +98,7 @@ class SpeculatorsReader:
             from speculators.models.dflash.config import DFlashSpeculatorConfig
         except ImportError as error:
             raise ReaderUnavailable("not installed (make peers)") from error
-        with _as_refusal(self.name), quiet():
+        with _as_refusal(self.name), silence_transformers():
             config = DFlashSpeculatorConfig.from_pretrained(str(folder))
             if getattr(config.transformer_layer_config, "sliding_window", None) is not None:
                 raise ReaderUnavailable("it counts windows from the anchor, and no engine serves it so")
@@ -145,7 +145,7 @@ def _as_refusal(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """No progress bars and load reports of transformers'."""
     from transformers.utils import logging
 
@@ -160,6 +160,6 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def peers_of(layout: str) -> tuple[ZlabReader | SpeculatorsReader, ...]:
+def list_peer_readers(layout: str) -> tuple[ZlabReader | SpeculatorsReader, ...]:
     """Other projects' readers of a layout."""
     return (ZlabReader(),) if layout == "zlab" else (SpeculatorsReader(),)

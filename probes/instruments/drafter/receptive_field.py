@@ -1,14 +1,14 @@
 """What moves a block: gradients and exchanged tokens, without a look into the drafter.
 
-    look = Look(subject, batch, anchors)
-    look.reached()            # bool [A, S]: which captured states move any slot of each block, exact zeros
+    look = ProbeBatch(subject, batch, anchors)
+    look.strengths() > 0      # bool [A, S]: which captured states move any slot of each block, exact zeros
     look.moved_by(tokens)     # [A, B] largest change of each slot when the row has these tokens instead
 
 Exactness: a state that attention masks out has a gradient of exactly 0, in every dtype; a token that is not used
-leaves every bit as it was. A state that is seen could have a gradient that underflows, so whoever misses one asks
-again with other states before telling.
+leaves every bit as it was. A state that is seen could have a gradient that underflows, so a state that seems to be
+missing is tested again with other states.
 
-Shapes: S tokens, A anchors, B slots, D width, V the target's vocabulary.
+Shapes: S tokens, A anchors, B slots, P slots that are probed one by one, D width, V the target's vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,9 +29,9 @@ from parity.probes.subject import ExaminedAdapter
 PROJECTION = 77
 """Seed of the random directions that hidden states are projected on before they are differentiated."""
 EACH = 8
-"""Longest block whose slots are all asked one by one."""
+"""Longest block whose slots are all probed one by one."""
 FIELD_SEED = 3
-"""Of the steps: any, but the same for all."""
+"""Seed of the steps: any, but the same for all."""
 
 
 class ProbeBatch:
@@ -46,7 +46,15 @@ class ProbeBatch:
         states: int = 5,
         training: bool = True,
     ) -> None:
-        """states: seed of the captured states."""
+        """One row; the step is run when it is needed.
+
+        Args:
+            subject: the adapter that is examined.
+            batch: S tokens.
+            anchors: [A] token indices.
+            states: seed of the captured states.
+            training: the trainer's mode.
+        """
         self.subject, self.batch, self.anchors, self.training = subject, batch, anchors, training
         self.states = subject.states(batch, seed=states, grad=True)
         self.row = BlockRow.of(batch, anchors, subject.block)
@@ -69,7 +77,16 @@ class ProbeBatch:
         return torch.randn(self.subject.block, self.subject.adapter.width, generator=generator)
 
     def strength(self, anchor: int, slot: int | None = None, shown: AdapterStep | None = None) -> Tensor:
-        """[S] largest gradient of block `anchor` (a number, not a token), or of one slot, at each captured state."""
+        """Largest gradient of a random projection of hidden states at each captured state.
+
+        Args:
+            anchor: number of the block, not its token.
+            slot: one slot of it, all where None.
+            shown: a step on the same states; `step_output` where None.
+
+        Returns:
+            [S].
+        """
         hidden = (self.step_output if shown is None else shown).hidden[anchor]
         directions = self.directions.to(hidden)
         projected = hidden * directions if slot is None else hidden[slot] * directions[slot]
@@ -84,36 +101,46 @@ class ProbeBatch:
 
     @property
     def probed_slots(self) -> list[int]:
-        """Slots that are asked one by one: all of a short block, both ends and the middle of a long one."""
+        """Slots that are probed one by one: all of a short block, both ends and the middle of a long one."""
         last = self.subject.block - 1
         return list(range(last + 1)) if last < EACH else sorted({0, 1, last // 2, last - 1, last})
 
     def slots(self, anchor: int, shown: AdapterStep | None = None) -> Tensor:
-        """bool [asked, S] which captured states move each asked slot of one block."""
+        """bool [P, S] which captured states move each probed slot of one block. Arguments as of `strength`."""
         return torch.stack([self.strength(anchor, slot, shown) for slot in self.probed_slots]) > 0
 
     def moved_by(self, tokens: Tensor) -> Tensor:
-        """[A, B] largest change of each slot's hidden state when the row's tokens are these."""
-        return change(self.step_output.hidden, self.step(with_tokens(self.batch, tokens)).hidden)
+        """[A, B] largest change of each slot's hidden state when the row's tokens are `tokens` [S]."""
+        return measure_change(self.step_output.hidden, self.step(replace_tokens(self.batch, tokens)).hidden)
 
     def changed_blocks(self) -> Tensor:
         """[A, B] the same after something else was changed."""
-        return change(self.step_output.hidden, self.step().hidden)
+        return measure_change(self.step_output.hidden, self.step().hidden)
 
 
-def change(before: Tensor, after: Tensor) -> Tensor:
+def measure_change(before: Tensor, after: Tensor) -> Tensor:
     """[A, B] largest difference of two hidden states [A, B, D]; inf where one is not finite."""
     apart = (after.detach().double() - before.detach().double()).abs().amax(-1)
     return apart.nan_to_num(nan=torch.inf)
 
 
-def with_tokens(batch: Batch, tokens: Tensor) -> Batch:
-    """The row with other tokens."""
+def replace_tokens(batch: Batch, tokens: Tensor) -> Batch:
+    """The row with other tokens [S]."""
     return replace(batch, tokens=tokens)
 
 
 def exchange_tokens(batch: Batch, where: Tensor, vocabulary: int, avoid: int) -> Tensor:
-    """The row's tokens with every one of `where` (bool [S]) replaced by another, never by `avoid`."""
+    """The row's tokens, some of them replaced by others.
+
+    Args:
+        batch: the row.
+        where: bool [S] which are replaced.
+        vocabulary: V.
+        avoid: id that is never put in.
+
+    Returns:
+        [S].
+    """
     other = (batch.tokens + 1 + vocabulary // 3) % vocabulary
     other = torch.where(other == avoid, (other + 1) % vocabulary, other)
     other = torch.where(other == batch.tokens, (other + 1) % vocabulary, other)
@@ -121,8 +148,8 @@ def exchange_tokens(batch: Batch, where: Tensor, vocabulary: int, avoid: int) ->
 
 
 @contextmanager
-def other_rows(table: Tensor, rows: Tensor) -> Iterator[None]:
-    """Give some rows [n] of an embedding [V, D] other values for a while."""
+def override_rows(table: Tensor, rows: Tensor) -> Iterator[None]:
+    """Give some rows (ids [n]) of an embedding [V, D] other values for a while."""
     kept = table.data[rows].clone()
     try:
         table.data[rows] = kept.roll(1, -1) + 1
@@ -131,22 +158,35 @@ def other_rows(table: Tensor, rows: Tensor) -> Iterator[None]:
         table.data[rows] = kept
 
 
-def filling_rows(moves: Callable[[], bool], table: Tensor, suspects: Tensor) -> Tensor:
-    """Which embedding rows of `suspects` [n] make `moves` true when they are changed, by halving: ids, rising."""
+def find_filling_rows(moves: Callable[[], bool], table: Tensor, suspects: Tensor) -> Tensor:
+    """Which embedding rows make something move, by halving.
+
+    Args:
+        moves: whether it moves now.
+        table: [V, D] the embedding.
+        suspects: [n] ids, rising.
+
+    Returns:
+        Those ids that make it move when their rows are changed, rising.
+    """
     if not len(suspects):
         return suspects
-    with other_rows(table, suspects):
+    with override_rows(table, suspects):
         if not moves():
             return suspects[:0]
     if len(suspects) == 1:
         return suspects
     half = len(suspects) // 2
-    return torch.cat([filling_rows(moves, table, part) for part in (suspects[:half], suspects[half:])])
+    return torch.cat([find_filling_rows(moves, table, part) for part in (suspects[:half], suspects[half:])])
 
 
-def products_in(look: ProbeBatch, parameters: Mapping[str, Tensor]) -> torch.dtype:
-    """The dtype in which matrix products are taken: bfloat16 where rounding fc's weight to it changes no bit. Asked
-    once of a subject."""
+def detect_product_dtype(look: ProbeBatch, parameters: Mapping[str, Tensor]) -> torch.dtype:
+    """The dtype in which matrix products are taken: bfloat16 where rounding fc's weight to it changes no bit.
+
+    Args:
+        look: a row with its step; the answer is kept for its subject.
+        parameters: the trainer's own, by name.
+    """
     known = look.subject.__dict__
     if "products_in" not in known:
         known["products_in"] = _products_in(look, parameters)
@@ -178,10 +218,18 @@ class TokenEffect:
     """bool [A, B] slots that do not move when their own anchor's token is exchanged."""
 
 
-def exchange(look: ProbeBatch, vocabulary: int, avoid: int) -> TokenEffect:
-    """Exchange tokens: all but the anchors' always, and some anchors' in each step, so chosen that for every two
-    anchors the first alone is exchanged in one step and the second alone in another. Where a block moves that should
-    not, the two reasons are taken apart."""
+def exchange_anchor_tokens(look: ProbeBatch, vocabulary: int, avoid: int) -> TokenEffect:
+    """Exchange tokens: all but the anchors' always, and some anchors' in each step.
+
+    Anchors are so chosen that for every two of them the first alone is exchanged in one step and the second alone in
+    another. Where a block moves that should not, the two reasons are taken apart.
+
+    Args:
+        look: the row and its blocks.
+        vocabulary: V.
+        avoid: id that is never put in, the mask token.
+    """
+    # Each anchor gets its own half of the steps: subsets of one size never contain each other.
     count = len(look.anchors)
     steps = next(m for m in range(2, count + 2) if comb(m, m // 2) >= count)
     chosen = torch.zeros(count, steps, dtype=torch.bool)
@@ -193,6 +241,7 @@ def exchange(look: ProbeBatch, vocabulary: int, avoid: int) -> TokenEffect:
         moved = _exchange_at(look, on, vocabulary, avoid, text=True)
         still &= (moved == 0) | ~on[:, None]
         leak |= bool((moved[~on] > 0).any())
+    # A block that moves although its anchor's token stays: because of the text, or because of another anchor.
     text = torch.zeros(still.shape, dtype=torch.float64)
     if not leak:
         return TokenEffect(other=None, text=text, still=still)

@@ -1,11 +1,10 @@
-"""A DFlash drafter written a second time, from the paper: what a block's hidden states should be, under a reading.
+"""A DFlash drafter written a second time, from the paper: what a block's hidden states should be.
 
-    reading = Reading.declared(recipe, configured)
-    wanted = hidden(Weights.of(parameters), reading, row, fc_input, table)        # [A, B, D], float64
+    reading = DrafterHypothesis.from_recipe(recipe, configured)
+    wanted = compute_hidden_states(weights, reading, row, fc_input, table)        # [A, B, D], float64
 
-A `DrafterHypothesis` is a set of assumptions (what each layer sees, positions, rope, mask token, ...). Probes
-hold a trainer's
-step, or its inference, against the declared reading and, where they differ, against other readings until one agrees.
+A `DrafterHypothesis` is a set of assumptions (what each layer sees, positions, rope, mask token, ...). Probes compare a
+trainer's step, or its inference, with the declared hypothesis and, where they differ, with others until one agrees.
 Plain tensors, one mask a layer, no code shared with `parity.model.dflash.drafter`, which this must be able to convict.
 
 Sources: DFlash (arXiv 2602.06036) for what enters keys, values and blocks; Qwen3 for the layer (normed queries and
@@ -72,6 +71,7 @@ class DrafterHypothesis:
     rope: RopeConfig = RopeConfig()
     eps: float = 1e-6
     mask_token_id: int = 0
+    """Of the embedding, at every slot but the anchor's."""
     until: int = 0
     """The context ends this many tokens behind the anchor: 0 is strictly before it, 1 takes the anchor's own state."""
     drop_first: int = 0
@@ -90,7 +90,12 @@ class DrafterHypothesis:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, configured: DrafterShape | None = None) -> "DrafterHypothesis":
-        """What the recipe, and the drafter's configuration where there is one, declare."""
+        """What is declared.
+
+        Args:
+            recipe: the training's.
+            configured: the drafter's configuration, for rope and epsilon; their usual values where None.
+        """
         layers = tuple(
             LayerView(
                 window=recipe.attention.window if kind == "sliding" else None,
@@ -106,7 +111,7 @@ class DrafterHypothesis:
         return replace(reading, rope=configured.rope, eps=configured.rms_norm_eps)
 
     def with_layer(self, index: int, view: LayerView) -> "DrafterHypothesis":
-        """The same with another view in one layer."""
+        """The same with another view in layer `index`."""
         return replace(self, layers=(*self.layers[:index], view, *self.layers[index + 1 :]))
 
 
@@ -120,7 +125,7 @@ class DrafterWeights:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor]) -> "DrafterWeights | None":
-        """None where the names or shapes are not z-lab's."""
+        """From parameters by name; None where the names or shapes are not z-lab's."""
         layers = 0
         while f"layers.{layers}.self_attn.q_proj.weight" in parameters:
             layers += 1
@@ -134,7 +139,7 @@ class DrafterWeights:
         return cls(values={name: parameters[name] for name in names}, layers=layers, head_dim=head_dim)
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One parameter, converted, without its graph."""
+        """The parameter `name`.weight, converted, without its graph."""
         return self.values[f"{name}.weight"].detach().to(dtype)
 
     @property
@@ -148,9 +153,13 @@ class BlockRow:
     """A row and the blocks in it."""
 
     tokens: Tensor
+    """[S]"""
     position: Tensor
+    """[S] within the document."""
     document: Tensor
+    """[S] number of the document, negative on padding."""
     anchors: Tensor
+    """[A] token indices."""
     block: int
     """B."""
 
@@ -169,8 +178,14 @@ class BlockRow:
 # --- what may be seen ---------------------------------------------------------------------------------
 
 
-def context_seen(view: LayerView, reading: DrafterHypothesis, row: BlockRow) -> Tensor:
-    """bool [A, B, S]: which captured states each slot sees in a layer with this view."""
+def mask_context(view: LayerView, reading: DrafterHypothesis, row: BlockRow) -> Tensor:
+    """bool [A, B, S]: which captured states each slot sees in a layer with this view.
+
+    Args:
+        view: of the layer.
+        reading: where the context begins and ends.
+        row: tokens and anchors.
+    """
     anchor = row.position[row.anchors][:, None, None]
     slot = torch.arange(row.block)[None, :, None]
     key = row.position[None, None, :]
@@ -184,7 +199,7 @@ def context_seen(view: LayerView, reading: DrafterHypothesis, row: BlockRow) -> 
     return seen.expand(len(row.anchors), row.block, len(row.tokens))
 
 
-def block_seen(view: LayerView, block: int) -> Tensor:
+def mask_own_block(view: LayerView, block: int) -> Tensor:
     """bool [B, B]: which slots each slot of the same block sees."""
     query, key = torch.arange(block)[:, None], torch.arange(block)[None, :]
     seen = torch.ones(block, block, dtype=torch.bool)
@@ -195,13 +210,18 @@ def block_seen(view: LayerView, block: int) -> Tensor:
     return seen
 
 
-def reach(reading: DrafterHypothesis, row: BlockRow) -> Tensor:
-    """bool [A, B, S]: which captured states can move each slot's hidden state through all layers together."""
+def compute_reach(reading: DrafterHypothesis, row: BlockRow) -> Tensor:
+    """bool [A, B, S]: which captured states can move each slot's hidden state through all layers together.
+
+    Args:
+        reading: the hypothesis.
+        row: tokens and anchors.
+    """
     reached = torch.zeros(len(row.anchors), row.block, len(row.tokens), dtype=torch.bool)
     for view in reading.layers:
-        own = block_seen(view, row.block).float()
+        own = mask_own_block(view, row.block).float()
         passed = torch.einsum("kj,ajs->aks", own, reached.float()) > 0
-        reached = reached | passed | context_seen(view, reading, row)
+        reached = reached | passed | mask_context(view, reading, row)
     return reached
 
 
@@ -218,19 +238,29 @@ def compute_hidden_states(
     dtype: torch.dtype = torch.float64,
     mixing: list[float] | None = None,
 ) -> Tensor:
-    """[A, B, D] what enters the head, from what enters fc [S, F] and the embedding's rows `table` [V, D].
+    """What enters the head under a hypothesis.
 
-    mixing: hears the root mean square of what each layer's attention adds.
+    Args:
+        weights: the drafter's parameters.
+        reading: the hypothesis.
+        row: S tokens and the A anchors in them.
+        fc_input: [S, F] what enters fc.
+        table: [V, D] the embedding's rows.
+        dtype: of all products.
+        mixing: gets the root mean square of what each layer's attention adds, layer by layer.
+
+    Returns:
+        [A, B, D] in `dtype`.
     """
+    # Context: fc and its norm, one state a token.
     size, width = weights.head_dim, weights.width
-    features = fc_input.detach().to(dtype)
-    slices = features.view(len(features), -1, width)
+    slices = fc_input.detach().to(dtype).view(len(fc_input), -1, width)
     if reading.reversed_slices:
         slices = slices.flip(1)
-    features = slices.roll(reading.rolled, 1).flatten(1)
-    context = features @ weights.get("fc", dtype).T
+    context = slices.roll(reading.rolled, 1).flatten(1) @ weights.get("fc", dtype).T
     if reading.context_norm:
         context = _norm(context, weights.get("hidden_norm", dtype), reading.eps)
+    # Blocks: the anchor's token, then mask tokens; and where both stand.
     ids = torch.full((len(row.anchors), row.block), reading.mask_token_id)
     ids[:, 0] = row.tokens[row.anchors]
     x = table.detach()[ids].to(dtype) * reading.scale
@@ -238,16 +268,21 @@ def compute_hidden_states(
     turn_block = _angles(reading.rope, slots, size, dtype)
     turn_context = _angles(reading.rope, row.position, size, dtype)
     for layer, view in enumerate(reading.layers):
-        at = f"layers.{layer}.self_attn"
 
-        def heads(given: Tensor, part: str, at: str = at) -> Tensor:
-            made = given @ weights.get(f"{at}.{part}_proj", dtype).T
+        def project(given: Tensor, part: str, layer: int = layer) -> Tensor:
+            return given @ weights.get(f"layers.{layer}.{part}_proj", dtype).T
+
+        def heads(given: Tensor, part: str) -> Tensor:
+            made = project(given, f"self_attn.{part}")  # noqa: B023
             return made.view(*given.shape[:-1], -1, size)
 
-        def norm_and_rotate(given: Tensor, part: str, angles: tuple[Tensor, Tensor], at: str = at) -> Tensor:
-            normed = _norm(heads(given, part), weights.get(f"{at}.{part}_norm", dtype), reading.eps)  # noqa: B023
-            return _turn(normed, angles)
+        def norm_and_rotate(
+            given: Tensor, part: str, angles: tuple[Tensor, Tensor], layer: int = layer
+        ) -> Tensor:
+            weight = weights.get(f"layers.{layer}.self_attn.{part}_norm", dtype)
+            return _turn(_norm(heads(given, part), weight, reading.eps), angles)  # noqa: B023
 
+        # Keys and values of the context are made from fc's output in every layer, those of the block from its states.
         normed = _norm(x, weights.get(f"layers.{layer}.input_layernorm", dtype), reading.eps)
         queries = norm_and_rotate(normed, "q", turn_block)
         keys_c, values_c = norm_and_rotate(context, "k", turn_context), heads(context, "v")
@@ -256,36 +291,32 @@ def compute_hidden_states(
         keys_c, values_c, keys_b, values_b = (
             part.repeat_interleave(share, dim=-2) for part in (keys_c, values_c, keys_b, values_b)
         )
-        scores = torch.cat(
-            (
-                torch.einsum("akhe,she->ahks", queries, keys_c),
-                torch.einsum("akhe,ajhe->ahkj", queries, keys_b),
-            ),
-            dim=-1,
-        )
-        own = block_seen(view, row.block).expand(len(row.anchors), -1, -1)
-        seen = torch.cat((context_seen(view, reading, row), own), dim=-1)[:, None]
+        # One softmax over context and block together: [A, H, B, S + B].
+        to_context = torch.einsum("akhe,she->ahks", queries, keys_c)
+        scores = torch.cat((to_context, torch.einsum("akhe,ajhe->ahkj", queries, keys_b)), dim=-1)
+        own = mask_own_block(view, row.block).expand(len(row.anchors), -1, -1)
+        seen = torch.cat((mask_context(view, reading, row), own), dim=-1)[:, None]
         share_of = (scores * size**-0.5).masked_fill(~seen, -math.inf).softmax(-1)
         mixed = torch.einsum("ahks,she->akhe", share_of[..., : len(row.tokens)], values_c)
         mixed = mixed + torch.einsum("ahkj,ajhe->akhe", share_of[..., len(row.tokens) :], values_b)
-        added = mixed.flatten(-2) @ weights.get(f"{at}.o_proj", dtype).T
+        added = project(mixed.flatten(-2), "self_attn.o")
         if mixing is not None:
             mixing.append(float(added.double().square().mean().sqrt()))
         x = x + added
+        # The gated MLP.
         normed = _norm(x, weights.get(f"layers.{layer}.post_attention_layernorm", dtype), reading.eps)
-        gate = F.silu(normed @ weights.get(f"layers.{layer}.mlp.gate_proj", dtype).T)
-        up = normed @ weights.get(f"layers.{layer}.mlp.up_proj", dtype).T
-        x = x + (gate * up) @ weights.get(f"layers.{layer}.mlp.down_proj", dtype).T
+        x = x + project(F.silu(project(normed, "mlp.gate")) * project(normed, "mlp.up"), "mlp.down")
     return _norm(x, weights.get("norm", dtype), reading.eps)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of [..., D], in 32 bits at least."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
 def _angles(rope: RopeConfig, position: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., 1, R / 2]."""
+    """cos and sin [..., 1, R / 2] at positions [...]; R is the part of a head that turns."""
     frequencies, factor = rope.frequencies(head_dim)
     wide = torch.promote_types(dtype, torch.float32)
     angles = (position[..., None].to(wide) * frequencies.to(wide))[..., None, :]
@@ -293,7 +324,7 @@ def _angles(rope: RopeConfig, position: Tensor, head_dim: int, dtype: torch.dtyp
 
 
 def _turn(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Dimension i turns with i + R / 2; what is behind R stays."""
+    """Rope of [..., H, E]: dimension i turns with i + R / 2; what is behind R stays."""
     cos, sin = angles
     half = cos.shape[-1]
     first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
@@ -303,14 +334,14 @@ def _turn(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 # --- judging ------------------------------------------------------------------------------------------
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
+def measure_hidden_distance(found: Tensor, wanted: Tensor) -> float:
     """Largest over slots of |found - wanted| / |wanted|, both [..., D]; inf where one is not finite."""
     found, wanted = found.detach().double(), wanted.detach().double()
     apart = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
     return float(apart.max()) if bool(apart.isfinite().all()) else math.inf
 
 
-def limit(
+def estimate_hidden_limit(
     weights: DrafterWeights,
     reading: DrafterHypothesis,
     row: BlockRow,
@@ -318,38 +349,45 @@ def limit(
     table: Tensor,
     precision: torch.dtype,
 ) -> float:
-    """`distance` up to which rounding may be the reason: FLOOR_FACTORS times what it is measured to make here, where
-    products are taken in `precision`."""
-    return FLOOR_FACTORS[precision] * _floor(weights, reading, row, fc_input, table, precision)
+    """`measure_hidden_distance` up to which rounding may be the reason: `FLOOR_FACTORS` times what it makes here.
 
-
-def _floor(
-    weights: DrafterWeights,
-    reading: DrafterHypothesis,
-    row: BlockRow,
-    fc_input: Tensor,
-    table: Tensor,
-    precision: torch.dtype,
-) -> float:
-    wanted = compute_hidden_states(weights, reading, row, fc_input, table)
+    Args:
+        weights: the drafter's parameters.
+        reading: the hypothesis.
+        row: S tokens and the A anchors in them.
+        fc_input: [S, F] what enters fc.
+        table: [V, D] the embedding's rows.
+        precision: dtype of the trainer's products.
+    """
     if precision == torch.float64:
-        return 1e-12
-    single = distance(
-        compute_hidden_states(weights, reading, row, fc_input, table, dtype=torch.float32), wanted
-    )
+        return FLOOR_FACTORS[precision] * 1e-12
+
+    def compute(dtype: torch.dtype) -> Tensor:
+        return compute_hidden_states(weights, reading, row, fc_input, table, dtype=dtype)
+
+    wanted = compute(torch.float64)
     if precision == torch.float32:
-        return max(single, 1e-7)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = compute_hidden_states(weights, reading, row, fc_input, table, dtype=torch.float32)
-    pure = compute_hidden_states(weights, reading, row, fc_input, table, dtype=torch.bfloat16)
-    held = weights.values["fc.weight"].dtype
-    return distance(mixed if held == torch.float32 else pure, wanted)
+        single = measure_hidden_distance(compute(torch.float32), wanted)
+        return FLOOR_FACTORS[precision] * max(single, 1e-7)
+    # Wide weights are multiplied in bfloat16 by autocast, narrow ones are narrow throughout.
+    if weights.values["fc.weight"].dtype == torch.float32:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rounded = compute(torch.float32)
+    else:
+        rounded = compute(torch.bfloat16)
+    return FLOOR_FACTORS[precision] * measure_hidden_distance(rounded, wanted)
 
 
 @contextmanager
 def override_parameters(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put values into parameters for a while. Goes around autograd's version counters, so that graphs that were built
-    before can still be differentiated after."""
+    """Put values into parameters for a while.
+
+    Goes around autograd's version counters, so that graphs that were built before can still be differentiated after.
+
+    Args:
+        parameters: the trainer's own, by name.
+        values: what is put into some of them.
+    """
     kept = {name: parameters[name].data.clone() for name in values}
     try:
         for name, value in values.items():

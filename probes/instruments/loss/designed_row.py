@@ -1,17 +1,19 @@
 """A row on which a loss can be read: a flat teacher, labels and drafts that agree on some slots and not on others.
 
-On ordinary data the teacher is nearly sure of the token that also stands in the data: hard and soft terms, and both
+On ordinary data the teacher is nearly sure of the token that the data have too: hard and soft terms, and both
 sources of labels, then have the same gradient. Here the teacher's slice is built state by state, so that its argmax is
 a chosen token with a probability near `TOP`; half of the data's tokens are that argmax and half are not; and in
 every block the draft is right for a run of slots of its own length. Anchors and the conditioning slices are left alone,
 so that drafts are the same as before.
 
-Shapes as in `parity.probes.instruments.loss.head_gradient`; S tokens of a row.
+Shapes: S tokens of the row, N captured slices, A anchors, B slots of a block, m slots that are built, D width,
+V draft vocabulary, Vt the target's.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, zip_longest
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,16 +21,18 @@ from torch import Tensor
 
 from parity.model.training.data import Batch
 from parity.probes.adapters.base import AdapterStep
-from parity.probes.instruments.loss.flat_teacher import LogitDirections, pointing
-from parity.probes.instruments.loss.head_gradient import TeacherSlice, draft_ids, teacher_slice
+from parity.probes.instruments.loss.flat_teacher import LogitDirections, point_states
+from parity.probes.instruments.loss.head_gradient import TeacherSlice, find_draft_ids, find_teacher_slice
 from parity.probes.instruments.loss.other_heads import HeadPair
-from parity.probes.subject import AdapterError, ExaminedAdapter, SyntheticDocument
+from parity.probes.rows import SyntheticDocument
+from parity.probes.subject import AdapterError, ExaminedAdapter
 
 SLOTS = 96
-"""Slots asked for at most: a term is a product of [slots, V] and [V, D]."""
+"""Slots built at most: a term is a product of [slots, V] and [V, D]."""
 LARGE = 2**23
-"""V * D from which on half as many are asked for."""
+"""V * D from which on half as many are built."""
 ANCHORS = 12
+"""Blocks at most."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,19 +59,23 @@ class DesignedBatch:
 
     @cached_property
     def data(self) -> Tensor | None:
-        """[S] draft id of every token of the row, -1 where it has none or stands in padding."""
+        """[S] draft id of every token of the row, -1 where it has none or is padding."""
         if self.ids is None:
             return None
         return torch.where(self.batch.document >= 0, self.ids[self.batch.tokens], torch.tensor(-1))
 
     def at(self, values: Tensor, index: Tensor) -> Tensor:
-        """values[index], with index brought into the row."""
+        """`values` [S, ...] at `index` [n], which is brought into the row where it lies beyond."""
         return values[index.clamp(0, len(values) - 1)]
 
 
-def row_of(subject: ExaminedAdapter) -> Batch:
+def build_design_row(subject: ExaminedAdapter) -> Batch:
     """The row: three documents (a short prompt; none where labels could cross; a prompt of a block, with a hole behind
-    it), then padding."""
+    it), then padding.
+
+    Args:
+        subject: the adapter that is examined.
+    """
     size = subject.block
     begins = size if subject.recipe.block.documents == "prompt_masked" else 0
     texts = [
@@ -78,29 +86,31 @@ def row_of(subject: ExaminedAdapter) -> Batch:
     return subject.row(texts, padding=3)
 
 
-def anchors_of(subject: ExaminedAdapter, batch: Batch) -> Tensor:
+def choose_design_anchors(subject: ExaminedAdapter, batch: Batch) -> Tensor:
     """[A] anchors whose blocks do not meet, and each document's last possible one, from all documents in turn."""
-    size, possible = subject.block, subject.candidates(batch)
-    queues: list[list[int]] = []
-    for number in range(int(batch.document.max()) + 1):
-        own = (possible & (batch.document == number)).nonzero().squeeze(-1).tolist()
+    size, queues = subject.block, list[list[int]]()
+    for own in _possible_anchors(subject, batch):
         apart: list[int] = []
         for at in own:
             if not apart or at >= apart[-1] + size:
                 apart.append(at)
-        if own and own[-1] not in apart:
+        if own[-1] not in apart:
             apart.insert(min(2, len(apart)), own[-1])
         queues.append(apart)
     slots = SLOTS if subject.adapter.vocabulary * subject.adapter.width <= LARGE else SLOTS // 2
     count = max(3, min(ANCHORS, slots // max(1, size - 1)))
-    chosen: list[int] = []
-    while len(chosen) < count and any(queues):
-        for queue in queues:
-            if queue and len(chosen) < count:
-                chosen.append(queue.pop(0))
-    if not chosen:
+    turns = chain.from_iterable(zip_longest(*queues))
+    return torch.tensor(sorted([at for at in turns if at is not None][:count]))
+
+
+def _possible_anchors(subject: ExaminedAdapter, batch: Batch) -> list[list[int]]:
+    """Token indices that may be an anchor, by document, rising; documents without one are left out."""
+    possible = subject.candidates(batch)
+    documents = range(int(batch.document.max()) + 1)
+    found = [(possible & (batch.document == number)).nonzero().squeeze(-1).tolist() for number in documents]
+    if not any(found):
         raise AdapterError("draw", "an anchor in a row with supervised tokens", "none")
-    return torch.tensor(sorted(chosen))
+    return [own for own in found if own]
 
 
 def design_batch(
@@ -113,74 +123,84 @@ def design_batch(
 ) -> DesignedBatch:
     """Build the row, from the drafts of a first step.
 
-    right: whether drafts are right on runs of slots. agree: share of slots whose data token is the teacher's argmax.
-    heads: the draft's and the teacher's, where they are not the one that the step shows.
+    Args:
+        subject: the adapter that is examined.
+        batch: a row to build on, `build_design_row` where None.
+        right: whether drafts are right on runs of slots.
+        agree: share of slots whose data token is the teacher's argmax.
+        heads: the draft's and the teacher's, where they are not the one that the step exposes.
     """
-    batch = row_of(subject) if batch is None else batch
-    anchors, states = anchors_of(subject, batch), subject.states(batch)
+    # A first step: the drafts depend on anchors and conditioning slices, which stay as they are.
+    batch = build_design_row(subject) if batch is None else batch
+    anchors, states = choose_design_anchors(subject, batch), subject.states(batch)
     with torch.no_grad():
         shown = subject.step(batch, states, anchors=anchors)
-    where, why_not = teacher_slice(subject, batch)
+    where, why_not = find_teacher_slice(subject, batch)
     shown = shown if heads is None else replace(shown, head=heads.draft)
     of_teacher = shown if heads is None else replace(shown, head=heads.teacher)
-    ids = draft_ids(subject, of_teacher, batch)
+    ids = find_draft_ids(subject, of_teacher, batch)
     head = of_teacher.head.detach().cpu()
     space = _space(subject, head) if heads is None else LogitDirections.of(head)
+    # A label for every slot, and the teacher's state before it that has this argmax.
     slots = _slots(batch, anchors, subject.block)
     wanted, hidden = _choose_labels(batch, slots, shown, right, ids, space.ids)
     if where is not None:
         before = torch.tensor([index - 1 for _, _, index in slots])
         strict = shown.head.dtype.itemsize == 2
-        made = pointing(wanted, hidden, space, where.scale(states), strict)
+        made = point_states(wanted, hidden, space, where.scale(states), strict)
         states = states.clone()
         states[before, where.number] = made.to(states)
         wanted, share = where.logits(states[before], head).argmax(-1), agree
     else:
         share = 1.0
+    # The data agree with the label on a share of the slots, so that the two sources can be told apart.
     tokens = _tokens(batch, slots, wanted, ids, anchors, share if where is not None or right else 0.0)
-    batch = replace(batch, tokens=tokens)
     return DesignedBatch(
-        batch=batch, states=states, anchors=anchors, slice=where, why_not=why_not, ids=ids, head=head
+        batch=replace(batch, tokens=tokens),
+        states=states,
+        anchors=anchors,
+        slice=where,
+        why_not=why_not,
+        ids=ids,
+        head=head,
     )
 
 
 def design_label_batch(subject: ExaminedAdapter) -> DesignedBatch:
     """The shared row with anchors where labels could go wrong, and a teacher whose argmax is another token after every
-    token, none of them the data's as far as the vocabulary goes."""
+    token, none of them the data's as far as the vocabulary goes.
+
+    Args:
+        subject: the adapter that is examined.
+    """
     batch = subject.batch
-    anchors, states = _telling_anchors(subject, batch), subject.states(batch)
+    anchors, states = _choose_label_anchors(subject, batch), subject.states(batch)
     with torch.no_grad():
         shown = subject.step(batch, states, anchors=anchors)
-    where, why_not = teacher_slice(subject, batch)
+    where, why_not = find_teacher_slice(subject, batch)
     head = shown.head.detach().cpu()
     if where is not None:
         space, strict = _space(subject, head), head.dtype.itemsize == 2
         wanted = space.ids[torch.arange(len(batch.tokens)) % len(space.ids)]
         states = states.clone()
-        made = pointing(wanted, space.rows[wanted], space, where.scale(states), strict)
+        made = point_states(wanted, space.rows[wanted], space, where.scale(states), strict)
         states[:, where.number] = made.to(states)
-    ids = draft_ids(subject, shown, batch)
+    ids = find_draft_ids(subject, shown, batch)
     return DesignedBatch(
         batch=batch, states=states, anchors=anchors, slice=where, why_not=why_not, ids=ids, head=head
     )
 
 
-def _telling_anchors(subject: ExaminedAdapter, batch: Batch) -> Tensor:
-    """Each document's first and last possible anchor, those whose block goes over a hole, and some between."""
-    size, possible = subject.block, subject.candidates(batch)
+def _choose_label_anchors(subject: ExaminedAdapter, batch: Batch) -> Tensor:
+    """[A] each document's first and last possible anchor, those whose block goes over a hole, and some between."""
+    size, index = subject.block, torch.arange(len(batch.tokens))
     chosen: set[int] = set()
-    for number in range(int(batch.document.max()) + 1):
-        own = (possible & (batch.document == number)).nonzero().squeeze(-1).tolist()
-        if not own:
-            continue
-        holes = (
-            (batch.document == number) & ~batch.loss_mask & (torch.arange(len(possible)) > own[0])
-        ).nonzero()
+    for own in _possible_anchors(subject, batch):
+        document = batch.document == batch.document[own[0]]
+        holes = (document & ~batch.loss_mask & (index > own[0])).nonzero()
         chosen |= {own[0], own[-1], own[len(own) // 2]}
         for hole in holes.squeeze(-1).tolist():
             chosen |= set([at for at in own if hole - size < at < hole][-2:-1] or own[-1:])
-    if not chosen:
-        raise AdapterError("draw", "an anchor in a row with supervised tokens", "none")
     return torch.tensor(sorted(chosen))
 
 
@@ -204,8 +224,19 @@ def _choose_labels(
     ids: Tensor | None,
     free: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """[m] the draft id that each slot's label is to be: the draft's own argmax in a run of slots, else another. And
-    [m, D] the draft's hidden states there."""
+    """The labels that slots are to have: the draft's own argmax in a run of slots, else another token.
+
+    Args:
+        batch: the row.
+        slots: (block, slot, token index) of each.
+        shown: the first step.
+        right: whether drafts are right at all.
+        ids: [Vt] draft id of each token.
+        free: draft ids that a state can point at.
+
+    Returns:
+        [m] draft ids, and [m, D] the draft's hidden states there.
+    """
     size = shown.hidden.shape[1]
     blocks, places, indices = (torch.tensor(each) for each in zip(*slots, strict=True))
     hidden = shown.hidden.detach().cpu()[blocks, places]
@@ -216,7 +247,7 @@ def _choose_labels(
     place = torch.arange(len(slots))
     other = free[place % len(free)]
     own = torch.full((len(slots),), -1) if ids is None else ids[batch.tokens[indices]]
-    for shift in range(1, 4):  # neither what the draft says nor what stands in the data
+    for shift in range(1, 4):  # neither the draft's argmax nor the data's token
         clash = (other == best) | (other == own)
         other = torch.where(clash, free[(place + shift * 7) % len(free)], other)
     return torch.where(hit & right, best, other), hidden.double()
@@ -227,6 +258,7 @@ _SPACES: WeakKeyDictionary[ExaminedAdapter, LogitDirections] = WeakKeyDictionary
 
 
 def _space(subject: ExaminedAdapter, head: Tensor) -> LogitDirections:
+    """Directions of the head [V, D], kept for as long as the subject lives."""
     if subject not in _SPACES:
         _SPACES[subject] = LogitDirections.of(head)
     return _SPACES[subject]
@@ -240,7 +272,7 @@ def _tokens(
     anchors: Tensor,
     agree: float,
 ) -> Tensor:
-    """[S] the row's tokens, of which a share `agree` of the slots' is what the label is to be."""
+    """[S] the row's tokens, of which a share `agree` of the slots' is the wanted label [m], a draft id."""
     tokens = batch.tokens.clone()
     if ids is None or agree == 0:
         return tokens

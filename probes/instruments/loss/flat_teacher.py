@@ -1,9 +1,9 @@
 """States that a head turns into a flat distribution whose argmax is a chosen token.
 
     space = Space.of(head)
-    states = pointing(wanted, hidden, space, scale, strict=False)       # [m, D]
+    states = point_states(wanted, hidden, space, scale, strict=False)       # [m, D]
 
-Shapes: m states, D width, V draft vocabulary.
+Shapes: m states (one a slot), D width, V draft vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +46,11 @@ class LogitDirections:
 
     @classmethod
     def of(cls, head: Tensor) -> "LogitDirections":
-        """Of a head [V, D]; `TRIED` tokens are looked at."""
+        """Of a head; `TRIED` tokens are looked at.
+
+        Args:
+            head: [V, D].
+        """
         rows = head.detach().cpu().to(torch.promote_types(head.dtype, torch.float32))
         centred = rows[:: max(1, len(rows) // (4 * rows.shape[1]))]
         centred = centred - rows.mean(0)
@@ -61,29 +65,49 @@ class LogitDirections:
         return replace(space, ids=order[good] if good.any() else order[leads >= leads.max()], lead=least)
 
     def aims(self, wanted: Tensor) -> Tensor:
-        """[m, D] directions in which the logits of tokens `wanted` [m] stand out: their centred rows, partly whitened
-        and without the rows' mean, as a trained head's rows have directions in common. What all logits have in common
-        changes no probability, and costs bfloat16 its precision."""
+        """Directions in which the wanted tokens' logits stand out: their centred rows, partly whitened and without the
+        rows' mean, as a trained head's rows have directions in common. What all logits have in common changes no
+        probability, and costs bfloat16 its precision.
+
+        Args:
+            wanted: [m] draft ids.
+
+        Returns:
+            [m, D].
+        """
         centred = self.rows[wanted] - self.rows.mean(0)
         return self.without_mean(torch.linalg.solve(self.spread, centred.T).T)
 
     def without_mean(self, states: Tensor) -> Tensor:
-        """States without their part along the mean row of the head."""
+        """States [m, D] without their part along the mean row of the head."""
         mean = _unit(self.rows.mean(0)[None])[0]
         return states - (states @ mean)[:, None] * mean
 
 
 def _unit(states: Tensor) -> Tensor:
+    """States [m, D] of length 1."""
     made: Tensor = states / states.norm(dim=-1, keepdim=True).clamp(min=1e-30)
     return made
 
 
-def pointing(
+def point_states(
     wanted: Tensor, hidden: Tensor, space: LogitDirections, scale: Tensor | None, strict: bool
 ) -> Tensor:
-    """[m, D] states that the head (after the norm, where `scale` [D] is given) turns into a flat distribution with
-    its argmax at `wanted` [m]: a random direction with the least share of the token's own row, or of the draft's hidden
-    state, that leads clearly enough (strict: for 16 bits). Where nothing does, another token takes its place."""
+    """States that the head turns into a flat distribution whose argmax is the wanted token.
+
+    Each is a random direction with the least share of the token's own row, or of the draft's hidden state, that leads
+    clearly enough. Where nothing does, another token takes the wanted one's place.
+
+    Args:
+        wanted: [m] draft ids.
+        hidden: [m, D] the draft's hidden states there.
+        space: the head.
+        scale: [D] factors of the norm in front of the head, None where there is no norm.
+        strict: whether the lead has to outlive rounding to 16 bits.
+
+    Returns:
+        [m, D].
+    """
     loose = 1.0 if strict else LOOSE
     made, clear = _mix_states(wanted, hidden, space, scale, loose)
     if not clear.all():
@@ -102,14 +126,17 @@ def _mix_states(
     wanted: Tensor, hidden: Tensor, space: LogitDirections, scale: Tensor | None, loose: float
 ) -> tuple[Tensor, Tensor]:
     """[m, D] what should enter the head, and bool [m]: the wanted token leads by more than rounding may take away."""
+    # Towards the wanted token: along its row where that makes it the argmax, else along the draft's own state.
     rows = space.rows
     aim = space.aims(wanted)
     leads = (aim @ rows.T).argmax(-1) == wanted
     aim = _unit(torch.where(leads[:, None], aim, hidden.to(aim)))
+    # Away from it: a random direction, which is flat.
     noise = torch.randn(aim.shape, generator=torch.Generator().manual_seed(6)).to(aim)
     noise = _unit(space.without_mean(noise))
     towards, away = aim @ rows.T, noise @ rows.T
     mixed, logits = aim.clone(), towards.clone()
+    # From flat to sharp, each state stops at the first angle at which its token leads clearly.
     left = torch.arange(len(wanted))
     for step in range(1, STEPS):
         angle = torch.tensor(torch.pi / 2 * step / STEPS)
@@ -124,6 +151,7 @@ def _mix_states(
         left = left[~enough]
         if not len(left):
             break
+    # How long: as the norm makes it, or so that the token's probability is `TOP`. Then the lead against rounding.
     short = _lead(logits, wanted) > space.lead * loose * mixed.norm(dim=-1) / 2
     size = _size(logits, wanted) if scale is None else _through(mixed, scale)
     logits = logits * size

@@ -1,9 +1,9 @@
 """The gradient where hidden states enter the head, and what each term of a loss would leave there.
 
-    head = AtHead.of(shown)
-    columns = head.columns(["ce", "kl"], labels, teacher)      # name -> [n, D]
+    head = HeadGradients.of(shown)
+    columns = head.columns(["ce:data", "kl"], labels, teacher)      # name -> [n, D]
 
-No trainer has to show logits: they are formed here, in float64, from the hidden states and the head's rows. A term
+No trainer has to expose logits: they are formed here, in float64, from the hidden states and the head's rows. A term
 is written down as its value only, and differentiated by autograd, so that nothing is shared with the closed forms
 of `parity.model.training.loss` that are under examination.
 
@@ -22,20 +22,22 @@ from parity.model.training.data import Batch
 from parity.probes.adapters.base import AdapterStep, NotExposed
 from parity.probes.subject import AdapterError, ExaminedAdapter, list_fc_taps
 
-CHUNK = 2**21
+LOGIT_CHUNK = 2**21
 """Elements of one [slots, V] piece: 16 MiB in float64."""
 FINAL_STATES = ("final.postnorm", "final.prenorm")
+"""Taps behind the last layer."""
 SOFT = ("kl", "rkl", "js", "tv", "nla", "lk")
 """Terms against the teacher's distribution, by the recipe's names."""
 
 NormFunction = Callable[[Tensor], Tensor]
+"""[..., D] -> [..., D]."""
 
 _WIDE: list[tuple[Tensor, int, Tensor]] = []
-"""The head that was widened last: itself, its version, the copy. A step shows the same one every time, and a copy of
+"""The head that was widened last: itself, its version, the copy. Every step exposes the same one, and a copy of
 32,768 rows of 1,024 takes longer than a product with it."""
 
 
-def wide(head: Tensor) -> Tensor:
+def widen_head(head: Tensor) -> Tensor:
     """[V, D] in float64 on the CPU."""
     for known, version, copy in _WIDE:
         same = known.data_ptr() == head.data_ptr() and known.shape == head.shape and known.dtype == head.dtype
@@ -46,19 +48,31 @@ def wide(head: Tensor) -> Tensor:
     return copy
 
 
-def term_values(
+def compute_term_values(
     name: str, log_q: Tensor, labels: Tensor | None, log_p: Tensor | None, eta: float = 3.0
 ) -> Tensor:
-    """[n] values of one term at log-probabilities [n, V] of the draft and of the teacher, labels [n].
+    """Values of one term of a loss, slot by slot.
 
     ce and smoothing (cross-entropy to the uniform distribution) need no teacher; nla and lk are those of
     arXiv 2602.23881.
+
+    Args:
+        name: ce, smoothing, or one of `SOFT`.
+        log_q: [n, V] log-probabilities of the draft.
+        labels: [n] draft ids, for ce.
+        log_p: [n, V] log-probabilities of the teacher, for the soft terms.
+        eta: how fast lk passes from KL to TV as the distributions overlap.
+
+    Returns:
+        [n] in nats (tv: a probability).
     """
+    # Hard: one token, or all of them alike.
     if name == "smoothing":
         return -log_q.mean(-1)
     if name == "ce":
         assert labels is not None
         return -log_q.gather(1, labels[:, None]).squeeze(1)
+    # Soft: the two distributions, in either direction or against their mean.
     assert log_p is not None
     q, p = log_q.exp(), log_p.exp()
     if name == "kl":
@@ -68,6 +82,7 @@ def term_values(
     if name == "js":
         log_m = torch.logaddexp(log_p, log_q) - math.log(2)
         return ((p * (log_p - log_m)).sum(-1) + (q * (log_q - log_m)).sum(-1)) / 2
+    # By what the distributions have in common, which is the chance that speculative sampling accepts.
     overlap = torch.minimum(p, q).sum(-1)
     if name == "tv":
         return 1 - overlap
@@ -102,7 +117,14 @@ class HeadGradients:
 
     @classmethod
     def of(cls, shown: AdapterStep) -> "HeadGradients":
-        """From a step whose graph is alive. Raises Broken where the loss does not depend on the hidden states shown."""
+        """From a step whose graph is alive.
+
+        Args:
+            shown: the step, with the loss made from its `hidden` [A, B, D].
+
+        Raises:
+            AdapterError: the loss does not depend on the hidden states, or something is not finite.
+        """
         (gradient,) = torch.autograd.grad(shown.loss, shown.hidden, allow_unused=True, retain_graph=True)
         if gradient is None:
             raise AdapterError(
@@ -120,7 +142,7 @@ class HeadGradients:
             index=shown.anchors.cpu()[block.cpu()] + slot.cpu(),
             gradient=gradient[block, slot].double().cpu(),
             hidden=hidden[block, slot].double().cpu(),
-            head=wide(shown.head),
+            head=widen_head(shown.head),
             shown=shown,
             shape=(hidden.shape[0], hidden.shape[1]),
         )
@@ -129,7 +151,7 @@ class HeadGradients:
         return len(self.block)
 
     def part(self, rows: Tensor) -> "HeadGradients":
-        """Some of the slots."""
+        """Some of the slots. rows: [m] which."""
         return replace(
             self,
             block=self.block[rows],
@@ -145,15 +167,15 @@ class HeadGradients:
         return replace(self, grid=dtype) if dtype.itemsize == 2 else None
 
     def on_grid(self, logits: Tensor) -> Tensor:
-        """Rounded where `grid` says so; gradients go through as if they were not."""
+        """Logits [n, V] rounded to `grid`, if there is one; gradients go through as if they were not."""
         if self.grid is None:
             return logits
         return logits + (logits.detach().to(self.grid).double() - logits.detach())
 
     @cached_property
     def pieces(self) -> list[slice]:
-        """Slots in pieces whose logits fit `CHUNK`."""
-        size = max(1, CHUNK // len(self.head))
+        """Slots in pieces whose logits fit `LOGIT_CHUNK`."""
+        size = max(1, LOGIT_CHUNK // len(self.head))
         return [slice(at, at + size) for at in range(0, len(self), size)]
 
     def over(self, make: Callable[[slice, Tensor], Tensor]) -> Tensor:
@@ -171,12 +193,12 @@ class HeadGradients:
 
     @cached_property
     def best(self) -> tuple[Tensor, Tensor]:
-        """[n] the draft's argmax and its probability."""
+        """[n] the draft's argmax, and [n] its probability."""
         packed = self.over(lambda _, log_q: torch.stack(tuple(map(torch.Tensor.double, log_q.max(-1))), -1))
         return packed[:, 1].long(), packed[:, 0].exp()
 
     def chance(self, labels: Tensor) -> Tensor:
-        """[n] the draft's probability of each label; 0 where there is none (negative)."""
+        """[n] the draft's probability of each label [n]; 0 where there is none (negative)."""
         made = self.over(
             lambda piece, log_q: log_q.gather(1, labels[piece].clamp(min=0)[:, None]).squeeze(1).exp()
         )
@@ -191,11 +213,20 @@ class HeadGradients:
         heat: float = 1.0,
         eta: float = 3.0,
     ) -> dict[str, Tensor]:
-        """Gradient at the head's input [n, D] of each term alone, with weight 1.
+        """Gradient at the head's input of each term alone, with weight 1.
 
-        names: of `term_values`, and one `ce:SOURCE` for each source of labels [n]. teacher [n, V] logits.
-        heat divides both sides' logits in the soft terms (`ce` as well where it is named `ce@heat:SOURCE`).
+        Args:
+            names: of `compute_term_values`, and one `ce:SOURCE` for each source of labels; `ce@heat:SOURCE` where the
+                temperature divides the logits of the cross-entropy too.
+            labels: [n] draft ids by source.
+            teacher: [n, V] logits.
+            heat: the temperature, by which both sides' logits are divided in the soft terms.
+            eta: of lk.
+
+        Returns:
+            [n, D] by name.
         """
+        # Hard terms at temperature 1 in closed form: the mean head row minus the label's, or minus the mean of all.
         made: dict[str, Tensor] = {}
         for name in names:
             if name.startswith("ce:"):
@@ -205,6 +236,7 @@ class HeadGradients:
         soft = [name for name in names if name not in made]
         if not soft:
             return made
+        # The others by autograd, piece by piece; all terms of a piece share its logits.
         parts: dict[str, list[Tensor]] = {name: [] for name in soft}
         for piece in self.pieces:
             hidden = self.hidden[piece].clone().requires_grad_(True)
@@ -216,14 +248,19 @@ class HeadGradients:
                 for name in soft:
                     at = labels[name.split(":")[1]][piece].clamp(min=0) if ":" in name else None
                     term = name.split("@")[0]
-                    value = term_values(term, log_q, at, log_p, eta).sum()
+                    value = compute_term_values(term, log_q, at, log_p, eta).sum()
                     parts[name].append(torch.autograd.grad(value, hidden, retain_graph=True)[0])
         return made | {name: torch.cat(each) for name, each in parts.items()}
 
     def rounding(self, labels: Tensor, teacher: Tensor | None) -> Tensor:
-        """[n] by how much a gradient of weight 1 is off when logits are formed as the trainer does, in its own dtypes.
+        """By how much a gradient of weight 1 is off when logits are formed as the trainer does, in its own dtypes.
 
-        The larger of cross-entropy's and, with a teacher, the divergence's error; absolute, per slot.
+        Args:
+            labels: [n] draft ids, negative where there is none.
+            teacher: [n, V] logits, None for cross-entropy alone.
+
+        Returns:
+            [n] the larger of cross-entropy's and the divergence's error, absolute.
         """
         shown, rows = self.shown, (self.block, self.slot)
         dtype = shown.head.dtype
@@ -231,12 +268,14 @@ class HeadGradients:
         head = shown.head.detach().cpu()
         errors = []
         for piece in self.pieces:
+            # Cross-entropy's gradient through the head's dtype, against the exact one.
             wide = torch.promote_types(dtype, torch.float32)
             q = (hidden[piece].to(dtype) @ head.T).to(wide).softmax(-1)
             y = torch.nn.functional.one_hot(labels[piece].clamp(min=0), len(head)).to(q)
             exact = self.mean_head_row[piece] - self.head[labels[piece].clamp(min=0)]
             error = ((q - y).to(dtype) @ head).to(hidden.dtype).double() - exact
             errors.append(error.norm(dim=-1))
+            # A divergence's, whose teacher is rounded as well.
             if teacher is not None:
                 rounded = teacher[piece].to(dtype).to(wide).softmax(-1)
                 p = teacher[piece].double().softmax(-1)
@@ -246,10 +285,18 @@ class HeadGradients:
         return torch.cat(errors) if errors else torch.zeros(0, dtype=torch.float64)
 
 
-def draft_ids(subject: ExaminedAdapter, shown: AdapterStep, batch: Batch) -> Tensor | None:
-    """[Vt] id in the draft's vocabulary of each target token, -1 where it has none; None where it cannot be told.
+def find_draft_ids(subject: ExaminedAdapter, shown: AdapterStep, batch: Batch) -> Tensor | None:
+    """Which id each of the target's tokens has in the draft's vocabulary.
 
     A reduced vocabulary is read from the head's rows: each is looked up among the target's own.
+
+    Args:
+        subject: the adapter that is examined.
+        shown: a step of it, for the head.
+        batch: the row that the target's reference is computed on.
+
+    Returns:
+        [Vt], -1 where a token has none; None where the head's rows are not the target's, or no reference is exposed.
     """
     size = subject.adapter.vocabulary
     if len(shown.head) == size:
@@ -258,7 +305,7 @@ def draft_ids(subject: ExaminedAdapter, shown: AdapterStep, batch: Batch) -> Ten
         own = subject.reference(batch).head
     except NotExposed:
         return None
-    found = row_ids(shown.head, own)
+    found = find_row_ids(shown.head, own)
     if (found < 0).any():
         return None
     ids = torch.full((size,), -1)
@@ -266,8 +313,16 @@ def draft_ids(subject: ExaminedAdapter, shown: AdapterStep, batch: Batch) -> Ten
     return ids
 
 
-def row_ids(rows: Tensor, among: Tensor) -> Tensor:
-    """For each row of `rows` [v, D] the number of the equal row of `among` [V, D], -1 where none is."""
+def find_row_ids(rows: Tensor, among: Tensor) -> Tensor:
+    """Where equal rows are, compared in the narrower of both dtypes.
+
+    Args:
+        rows: [v, D].
+        among: [V, D].
+
+    Returns:
+        [v] for each of `rows` the number of the equal one of `among`, -1 where none is.
+    """
     dtype = rows.dtype if rows.dtype.itemsize <= among.dtype.itemsize else among.dtype
     keys = [row.tobytes() for row in among.detach().cpu().to(dtype).float().numpy()]
     known = {key: number for number, key in reversed(list(enumerate(keys)))}
@@ -285,23 +340,31 @@ class TeacherSlice:
     """The final norm where the slice was taken before it."""
 
     def logits(self, states: Tensor, head: Tensor) -> Tensor:
-        """[m, V] from states [m, N, D] and head [V, D], in float64."""
+        """[m, V] in float64, from states [m, N, D] and head [V, D]."""
         rows = states[:, self.number].detach()
         if self.norm is not None:
             with torch.no_grad():
                 rows = self.norm(rows)
-        return rows.double() @ wide(head).T
+        return rows.double() @ widen_head(head).T
 
     def scale(self, like: Tensor) -> Tensor | None:
-        """[D] what the norm multiplies each channel with, None without a norm."""
+        """[D] what the norm multiplies each channel with, None without a norm. like: states of its dtype, [..., D]."""
         if self.norm is None:
             return None
         with torch.no_grad():
             return self.norm(torch.ones(1, like.shape[-1], dtype=like.dtype))[0].double()
 
 
-def teacher_slice(subject: ExaminedAdapter, batch: Batch) -> tuple[TeacherSlice | None, str]:
-    """The captured slice that is no conditioning layer, and why there is none to compute with."""
+def find_teacher_slice(subject: ExaminedAdapter, batch: Batch) -> tuple[TeacherSlice | None, str]:
+    """The captured slice that is no conditioning layer.
+
+    Args:
+        subject: the adapter that is examined.
+        batch: the row that the target's reference is computed on, for its norm.
+
+    Returns:
+        The slice, or None and the reason why there is none to compute with.
+    """
     wanted, recipe = list_fc_taps(subject.recipe), subject.recipe
     rest = [(n, tap) for n, tap in enumerate(subject.adapter.slices) if tap not in wanted]
     if not rest:

@@ -1,15 +1,15 @@
 """Which label a slot is trained on, read from its gradient at the head's input.
 
-    reading = read(subject, crafted, at)          # kind, place and label of every slot that gets a gradient
+    reading = estimate_labels(subject, crafted, at)   # kind, place and label of every slot that gets a gradient
 
 Of all tokens the label is the one whose cross-entropy explains the gradient, once what soft terms and smoothing may add
-is projected out; a distribution is told by which state's it is.
+is projected out; a distribution is recognised by the state that it comes from.
 
-Shapes as in `parity.probes.instruments.loss.head_gradient`.
+Shapes: S tokens of the row, A anchors, n slots that get a gradient, J columns, D width, V draft vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from weakref import WeakKeyDictionary
 
@@ -25,15 +25,34 @@ LEAST_LABEL = 1e-5
 """Relative part of a gradient that may be left over in float32."""
 MOST_LABELS = 0.1
 """The same at most: what explains a gradient worse than that explains nothing."""
-ROUNDINGS = 8.0
-SHIFTS = (0, 1, -1, 2, -2)
+LABEL_ROUNDINGS = 8.0
+"""Times the measured rounding that may be left over."""
+TEACHER_SHIFTS = (0, 1, -1, 2, -2)
 """Places beside anchor + slot whose distribution is tried."""
 ENOUGH = 0.5
 """Share of slots that a way of reading has to explain to be the way this trainer is read."""
 NONE = -1
 """Place or label that is not read."""
-SOFT = ("kl", "rkl", "js", "tv")
+PROJECTED_TERMS = ("kl", "rkl", "js", "tv")
 """Terms that are projected out: nla has tv's direction, lk lies between kl and tv."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BesideTerms:
+    """Terms that are no hard label, and the teacher that they take."""
+
+    names: tuple[str, ...] = ()
+    shift: int = 0
+    """Place of the teacher, beside the slot's own."""
+    heat: float = 1.0
+
+    def columns(self, crafted: DesignedBatch, at: HeadGradients) -> list[Tensor]:
+        """[n, D] each: their gradients at the head."""
+        if not self.names:
+            return []
+        index = at.index - 1 + self.shift
+        teacher = None if crafted.teacher is None else crafted.at(crafted.teacher, index)
+        return list(at.columns(self.names, {}, teacher, heat=self.heat).values())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,11 +69,8 @@ class LabelEstimate:
     """Relative part of the gradient that is left over."""
     tolerance: Tensor
     """What rounding may leave."""
-    beside: tuple[str, ...] = ()
+    beside: BesideTerms = BesideTerms()
     """Terms that were projected out, or that explain the gradient on their own."""
-    shift: int = 0
-    """Place of the teacher that these terms take, beside the slot's own."""
-    heat: float = 1.0
 
     @property
     def has_label(self) -> Tensor:
@@ -63,59 +79,57 @@ class LabelEstimate:
 
 
 def estimate_labels(subject: ExaminedAdapter, crafted: DesignedBatch, at: HeadGradients) -> LabelEstimate:
-    """The first way of reading that explains most slots; the one that explains most of them where none does."""
+    """The first way of reading that explains most slots; the one that explains most of them where none does.
+
+    Args:
+        subject: the adapter that is examined, for its declared temperature.
+        crafted: the row, with its teacher and the ids of its tokens.
+        at: the step's gradient at the head.
+    """
+    # A hard label alone, then beside smoothing, then one state's distribution alone.
     rounding = _rounding(crafted, at)
-    best = _hard(crafted, at, rounding)
+    best = _hard(crafted, at, rounding, BesideTerms())
     if _share(best) >= ENOUGH:
         return best
-    others = [_hard(crafted, at, rounding, ("smoothing",))]
+    others = [_hard(crafted, at, rounding, BesideTerms(names=("smoothing",)))]
     if crafted.teacher is not None:
         others.append(_spread(crafted, at, rounding))
     best = max(best, *others, key=_share)
     if _share(best) >= ENOUGH or crafted.teacher is None:
         return best
-    for shift, heat in product(SHIFTS, dict.fromkeys((subject.recipe.loss.temperature, 1.0))):
-        soft = _beside(crafted, at, SOFT, shift, heat)
-        whole, tolerance = _residual_outside(at.gradient, soft), _tolerance(rounding, soft[0])
+    # Soft terms of a teacher at or beside the slot: alone, or projected out beside a hard label.
+    for shift, heat in product(TEACHER_SHIFTS, dict.fromkeys((subject.recipe.loss.temperature, 1.0))):
+        beside = BesideTerms(names=PROJECTED_TERMS, shift=shift, heat=heat)
+        columns = beside.columns(crafted, at)
+        whole, tolerance = _residual_outside(at.gradient, columns), _tolerance(rounding, columns[0])
         if float((whole <= tolerance).double().mean()) >= ENOUGH:
-            place = torch.where(whole <= tolerance, at.index + shift, NONE)
-            return LabelEstimate(
-                kind="distribution",
-                place=place,
-                label=torch.full_like(place, NONE),
-                left=whole,
-                tolerance=tolerance,
-                beside=SOFT,
-                shift=shift,
-                heat=heat,
-            )
-        best = max(best, _hard(crafted, at, rounding, ("smoothing", *SOFT), shift, heat), key=_share)
+            return _distribution(at.index + shift, whole, tolerance, beside)
+        with_smoothing = replace(beside, names=("smoothing", *PROJECTED_TERMS))
+        best = max(best, _hard(crafted, at, rounding, with_smoothing), key=_share)
         if _share(best) >= ENOUGH:
             return best
     return best
 
 
 def is_same_label(crafted: DesignedBatch, at: HeadGradients, before: LabelEstimate) -> Tensor:
-    """bool [n]: the label that was read before explains the gradient of another step at the same slots."""
-    columns = _beside(crafted, at, before.beside, before.shift, before.heat)
-    if before.kind == "distribution":
-        if not columns:
-            assert crafted.teacher is not None
-            teacher = crafted.teacher[(before.place - 1).clamp(min=0)]
-            columns = [at.mean_head_row - teacher.softmax(-1) @ at.head]
-    else:
+    """Whether labels that were read before explain the gradient of another step at the same slots.
+
+    Args:
+        crafted: the row of both steps.
+        at: the other step's gradient, [n] slots.
+        before: the labels [n].
+
+    Returns:
+        bool [n].
+    """
+    columns = before.beside.columns(crafted, at)
+    if before.kind != "distribution":
         columns = [*columns, at.mean_head_row - at.head[before.label.clamp(min=0)]]
+    elif not columns:
+        assert crafted.teacher is not None
+        teacher = crafted.teacher[(before.place - 1).clamp(min=0)]
+        columns = [at.mean_head_row - teacher.softmax(-1) @ at.head]
     return _residual_outside(at.gradient, columns) <= 2 * before.tolerance
-
-
-def _beside(
-    crafted: DesignedBatch, at: HeadGradients, names: Sequence[str], shift: int, heat: float
-) -> list[Tensor]:
-    """Columns of terms that are no hard label."""
-    if not names:
-        return []
-    teacher = None if crafted.teacher is None else crafted.at(crafted.teacher, at.index - 1 + shift)
-    return list(at.columns(names, {}, teacher, heat=heat).values())
 
 
 def _share(reading: LabelEstimate) -> float:
@@ -127,7 +141,7 @@ def _rounding(crafted: DesignedBatch, at: HeadGradients) -> Tensor:
     """[n] absolute error that rounding may make in a gradient of weight 1."""
     labels = torch.zeros(len(at), dtype=torch.long)
     teacher = None if crafted.teacher is None else crafted.at(crafted.teacher, at.index - 1)
-    return ROUNDINGS * at.rounding(labels, teacher)
+    return LABEL_ROUNDINGS * at.rounding(labels, teacher)
 
 
 def _tolerance(rounding: Tensor, column: Tensor) -> Tensor:
@@ -155,13 +169,11 @@ def _hard(
     crafted: DesignedBatch,
     at: HeadGradients,
     rounding: Tensor,
-    beside: tuple[str, ...] = (),
-    shift: int = 0,
-    heat: float = 1.0,
+    beside: BesideTerms,
 ) -> LabelEstimate:
     """The token whose cross-entropy explains the gradient best, besides the given terms."""
     gradient, mean = at.gradient, at.mean_head_row
-    columns = _beside(crafted, at, beside, shift, heat)
+    columns = beside.columns(crafted, at)
     basis = _basis(columns) if columns else gradient.new_zeros(*gradient.shape, 0)
 
     def off(vectors: Tensor) -> Tensor:
@@ -175,34 +187,26 @@ def _hard(
         over = (rest - weight[:, None] * column).norm(dim=-1) / gradient.norm(dim=-1)
         return torch.where((weight > 0) & (label >= 0), over, torch.inf)
 
-    # <rest, mean - row> and |mean - row|^2 for every row of the head, off the other columns
+    # Least squares for every row of the head at once: <rest, mean - row> and |mean - row|^2, off the other columns.
     along = (rest * centre).sum(-1, keepdim=True) - rest @ at.head.T
     size = centre.square().sum(-1, keepdim=True) - 2 * centre @ at.head.T + at.head.square().sum(-1)
     for j in range(basis.shape[2]):
         size = size - (basis[:, :, j] @ at.head.T).square()
-    gain = torch.where(along > 0, along.square() / size.clamp(min=1e-12), torch.zeros_like(along))
-    best = gain.argmax(-1)
+    best = torch.where(along > 0, along.square() / size.clamp(min=1e-12), torch.zeros_like(along)).argmax(-1)
+    # Each source's label at the slot's own place goes first: rows can be so near that either token explains.
     readings = []
     for kind, ids in _sources(crafted).items():
-        # rows of two tokens can be so near that either explains the gradient
         nominal = crafted.at(ids, at.index)
         near_by = _tolerance(rounding, mean - at.head[nominal.clamp(min=0)])
         label = torch.where(residual_of_label(nominal) <= near_by, nominal, best)
         over, tolerance = residual_of_label(label), _tolerance(rounding, mean - at.head[label.clamp(min=0)])
         label = torch.where(over <= tolerance, label, NONE)
+        place = _place(ids, label, at.index)
         readings.append(
-            LabelEstimate(
-                kind=kind,
-                place=_place(ids, label, at.index),
-                label=label,
-                left=over,
-                tolerance=tolerance,
-                beside=beside,
-                shift=shift,
-                heat=heat,
-            )
+            LabelEstimate(kind=kind, place=place, label=label, left=over, tolerance=tolerance, beside=beside)
         )
 
+    # The source whose labels lie nearest to their slots.
     def near(reading: LabelEstimate) -> float:
         gap = (reading.place - at.index).abs()
         return float(((reading.place >= 0) / (1.0 + gap)).sum())
@@ -222,7 +226,7 @@ def _sources(crafted: DesignedBatch) -> dict[str, Tensor]:
 
 
 def _place(ids: Tensor, label: Tensor, index: Tensor) -> Tensor:
-    """[n] the place nearest to each slot's where its label stands, NONE where it stands nowhere."""
+    """[n] the place nearest to each slot's where its label occurs in `ids` [S], NONE where it does not."""
     same = (ids[None] == label[:, None]) & (label[:, None] >= 0)
     distance = (torch.arange(len(ids))[None] - index[:, None]).abs().double()
     distance[~same] = float("inf")
@@ -240,14 +244,25 @@ def _spread(crafted: DesignedBatch, at: HeadGradients, rounding: Tensor) -> Labe
     state = gain.argmax(-1)
     column = at.mean_head_row - means[state]
     left, tolerance = _residual_outside(at.gradient, [column]), _tolerance(rounding, column)
-    place = torch.where(left <= tolerance, state + 1, NONE)
-    label = torch.full_like(place, NONE)
-    return LabelEstimate(kind="distribution", place=place, label=label, left=left, tolerance=tolerance)
+    return _distribution(state + 1, left, tolerance, BesideTerms())
+
+
+def _distribution(place: Tensor, left: Tensor, tolerance: Tensor, beside: BesideTerms) -> LabelEstimate:
+    """Slots [n] trained on a distribution, where little enough is left over."""
+    place = torch.where(left <= tolerance, place, NONE)
+    return LabelEstimate(
+        kind="distribution",
+        place=place,
+        label=torch.full_like(place, NONE),
+        left=left,
+        tolerance=tolerance,
+        beside=beside,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LabelStep:
-    """One step on the row of `telling`, and the labels read from it."""
+    """One step on the row of `design_label_batch`, and the labels read from it."""
 
     crafted: DesignedBatch
     shown: AdapterStep
@@ -259,16 +274,16 @@ class LabelStep:
     """None where no slot gets a gradient."""
 
 
-_TOLD: WeakKeyDictionary[ExaminedAdapter, LabelStep] = WeakKeyDictionary()
+_STEPS: WeakKeyDictionary[ExaminedAdapter, LabelStep] = WeakKeyDictionary()
 
 
-def label_step_of(subject: ExaminedAdapter) -> LabelStep:
+def take_label_step(subject: ExaminedAdapter) -> LabelStep:
     """The step that `labels` and `inputs` share."""
-    if subject not in _TOLD:
+    if subject not in _STEPS:
         crafted = design_label_batch(subject)
         states = crafted.states.clone().requires_grad_(True)
         shown = subject.step(crafted.batch, states, anchors=crafted.anchors)
         at = HeadGradients.of(shown)
         reading = estimate_labels(subject, crafted, at) if len(at) else None
-        _TOLD[subject] = LabelStep(crafted=crafted, shown=shown, states=states, at=at, reading=reading)
-    return _TOLD[subject]
+        _STEPS[subject] = LabelStep(crafted=crafted, shown=shown, states=states, at=at, reading=reading)
+    return _STEPS[subject]

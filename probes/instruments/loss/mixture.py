@@ -1,12 +1,12 @@
 """Which few terms, in one mixture for all slots and with one weight a slot, make up the gradients at the head.
 
-    fit = explain(gradient, columns, limit=...)       # Fit, or the best there is with `choose_mixture_with_law` False
+    fit = explain(gradient, columns, limit=1e-6)       # MixtureFit; the best there is where `is_explained` is False
 
 gradient_n = weight_n * sum over terms of share * column_n(term), shares at least 0 and adding up to 1. Terms are
 taken in the smallest number that explains the gradients to `limit`: alone, in pairs, then all of them with the needless
-ones put out again. What is left out is told by how large its share could be without being seen.
+ones taken out again. Of each term that is left out follows how large its share could be without being seen.
 
-Shapes: n slots, J terms, D width.
+Shapes: n slots, J terms, D width, d = min(D, J + 1) dimensions after compression.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from torch import Tensor
 
 FloatArrays = NDArray[np.float64]
 
-ROUNDS = 60
+ALTERNATIONS = 60
 """Of alternating between weights and shares; from the start below one or two are enough where a mixture fits."""
 ROUGH = 1e-5
 """Limits above this are those of bfloat16."""
@@ -57,38 +57,46 @@ class MixtureFit:
     the weights that then remain."""
 
     @property
-    def choose_mixture_with_law(self) -> bool:
+    def is_explained(self) -> bool:
         """Whether the residual is within the limit, and little at all: where drafts are so sure that no term has a
         gradient to speak of, rounding alone would allow for everything."""
         return self.residual <= min(self.limit, MOST_TERMS)
 
 
 def explain(gradient: Tensor, columns: Mapping[str, Tensor], limit: float) -> MixtureFit:
-    """The smallest mixture that explains gradient [n, D] from columns of [n, D] each, or the best one there is."""
+    """The smallest mixture that explains the gradients, or the best one there is.
+
+    Args:
+        gradient: [n, D] of the loss at the head's input.
+        columns: term -> [n, D] its gradient at weight 1.
+        limit: relative residual that rounding accounts for.
+    """
     names = list(columns)
     small, total = _compress(gradient, [columns[name] for name in names])
     problem = _Problem(small=small, total=total, names=tuple(names), limit=limit)
+    # Alone, then in pairs. Where none fits at once, the nearest is polished before it is given up.
     best: MixtureFit | None = None
     for size in (1, 2):
         fits = [problem.fit(subset) for subset in combinations(range(len(names)), size)]
         fits = sorted((fit for fit in fits if len(fit.shares) == size), key=lambda fit: fit.residual)
-        if fits and not fits[0].choose_mixture_with_law:
+        if fits and not fits[0].is_explained:
             fits[0] = problem.fit([names.index(name) for name in fits[0].shares], polish=True)
-        good = [fit for fit in fits if fit.choose_mixture_with_law]
+        good = [fit for fit in fits if fit.is_explained]
         if good:
             like = tuple(fit for fit in good[1:] if fit.residual <= ALIKE * good[0].residual + limit / 100)
             first = replace(good[0], alike=like)
             return first if limit <= ROUGH else _with_more(problem, first)
         best = min([*fits[:1], *([best] if best else [])], key=lambda fit: fit.residual, default=None)
+    # All terms, and as long as the rest still explains the gradients, without the one that is missed least.
     whole = problem.fit(range(len(names)), polish=True)
-    while whole.choose_mixture_with_law and len(whole.shares) > 1:
+    while whole.is_explained and len(whole.shares) > 1:
         kept = [names.index(name) for name in whole.shares]
         fewer = [problem.fit([k for k in kept if k != out], polish=True) for out in kept]
         best_fewer = min(fewer, key=lambda fit: fit.residual)
-        if not best_fewer.choose_mixture_with_law:
+        if not best_fewer.is_explained:
             break
         whole = best_fewer
-    if whole.choose_mixture_with_law or best is None or whole.residual < best.residual:
+    if whole.is_explained or best is None or whole.residual < best.residual:
         return whole
     return best
 
@@ -112,8 +120,8 @@ def _with_more(problem: "_Problem", fit: MixtureFit) -> MixtureFit:
     return fit
 
 
-def left_over(gradient: Tensor, columns: Mapping[str, Tensor]) -> float:
-    """Relative residual of the mixture of all columns."""
+def measure_residual(gradient: Tensor, columns: Mapping[str, Tensor]) -> float:
+    """Relative residual of the mixture of all columns. Arguments as of `explain`."""
     names = tuple(columns)
     small, total = _compress(gradient, [columns[name] for name in names])
     return _Problem(small=small, total=total, names=names, limit=0.0).fit(range(len(names))).residual
@@ -138,13 +146,18 @@ class _Problem:
     limit: float
 
     def fit(self, subset: Sequence[int], *, polish: bool = False) -> MixtureFit:
-        """Weights and shares of these terms by alternating least squares; `polish` goes on from there by
-        Gauss-Newton, which also gets along valleys."""
+        """Weights and shares of some terms by alternating least squares.
+
+        Args:
+            subset: numbers of the terms.
+            polish: whether to go on from there by Gauss-Newton, which also gets along valleys.
+        """
         chosen = list(subset)
         columns, target = self.small[:, :, chosen], self.small[:, :, -1]
+        # Shares for given weights, weights for given shares, until nothing is gained.
         shares = _start(columns, target)
         before, residual = np.inf, np.inf
-        for _ in range(ROUNDS):
+        for _ in range(ALTERNATIONS):
             shares = _shares(columns, target, _weights(columns, target, shares))
             residual = self._residual(columns, target, shares)
             if residual <= self.limit / 100 or residual > before * (1 - 1e-3):
@@ -153,6 +166,7 @@ class _Problem:
         if polish and len(chosen) > 1 and residual > self.limit / 4:
             shares = _polish_shares(columns, target, shares)
             residual = self._residual(columns, target, shares)
+        # Terms of share 0 are left out, the largest share comes first.
         weights = _weights(columns, target, shares)
         errors = _errors(columns, shares, weights, (residual**2) * self.total)
         held = [j for j in sorted(range(len(chosen)), key=lambda j: -shares[j]) if shares[j] > 0]
@@ -165,6 +179,7 @@ class _Problem:
         )
 
     def _residual(self, columns: FloatArrays, target: FloatArrays, shares: FloatArrays) -> float:
+        """Relative, with the best weights for these shares."""
         left = target - _weights(columns, target, shares)[:, None] * (columns @ shares)
         return float(np.sqrt((left**2).sum() / self.total)) if self.total else 0.0
 
@@ -233,13 +248,21 @@ def _errors(columns: FloatArrays, shares: FloatArrays, weights: FloatArrays, lef
     return errors
 
 
-def unseen(
+def bound_unseen_shares(
     gradient: Tensor, columns: Mapping[str, Tensor], fit: MixtureFit, others: Sequence[str]
 ) -> dict[str, float]:
-    """Term -> the largest share it could have beside the fitted mixture without moving the residual over the limit.
+    """How large the share of a term that is left out could be without moving the residual over the limit.
 
-    1 where its column lies along the mixture at every slot (`COLLINEAR`).
+    Args:
+        gradient: [n, D].
+        columns: term -> [n, D], of fitted and other terms.
+        fit: the mixture.
+        others: the terms in question.
+
+    Returns:
+        Term -> share; 1 where its column lies along the mixture at every slot (`COLLINEAR`).
     """
+    # What of each column is not along the mixture, which a weight could make up for.
     weights = torch.from_numpy(fit.weights)[:, None]
     mixed = sum(share * columns[name] for name, share in fit.shares.items()) * weights
     square = mixed.square().sum(1, keepdim=True).clamp(min=1e-300)

@@ -1,7 +1,7 @@
-"""Heads that could make the draft's logits beside the one that a step shows.
+"""Heads that could make the draft's logits beside the one that a step exposes.
 
-    trained_head(subject, shown)            # a head at which the loss has a gradient, or None
-    other_heads(subject, batch, shown)      # pairs of a draft's and a teacher's head to be tried, likely ones first
+    find_trained_head(subject, shown)            # a head at which the loss has a gradient, or None
+    list_head_pairs(subject, batch, shown)      # pairs of a draft's and a teacher's head to be tried, likely ones first
 
 A drafter's own head is a parameter [V, D]; the target's is the reference's. Nothing is believed of names: a pair counts
 where it explains the gradient, a head trains where the loss has a gradient there.
@@ -9,7 +9,7 @@ where it explains the gradient, a head trains where the loss has a gradient ther
 Shapes: V draft vocabulary, Vt the target's, D width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +20,10 @@ from parity.probes.adapters.base import AdapterStep, NotExposed
 from parity.probes.subject import ExaminedAdapter
 
 BODY = ("fc.", "layers.")
+"""What names of the drafter's own parameters begin with."""
 ROUNDING = 1e-3
 """Of a gradient, that two ways of adding it up may differ by."""
-CHUNK = 2**24
+DISTANCE_CHUNK = 2**24
 """Elements of one piece of distances between rows."""
 
 
@@ -51,11 +52,16 @@ class TrainedHead:
     """The largest."""
 
 
-def trained_head(subject: ExaminedAdapter, shown: AdapterStep) -> TrainedHead | None:
+def find_trained_head(subject: ExaminedAdapter, shown: AdapterStep) -> TrainedHead | None:
     """The head with the largest gradient that does not come through the hidden states; None where none has one.
 
     What comes through them is taken off: an embedding that is looked up, too, is no head.
+
+    Args:
+        subject: the adapter that is examined.
+        shown: a step with its graph.
     """
+    # Everything of a head's shape, the step's own included.
     named = {name: each for name, each in _own(subject, shown).items() if each.requires_grad}
     if shown.head.requires_grad and not any(each is shown.head for each in named.values()):
         named["the head shown"] = shown.head
@@ -65,9 +71,10 @@ def trained_head(subject: ExaminedAdapter, shown: AdapterStep) -> TrainedHead | 
     (above, *whole) = torch.autograd.grad(
         shown.loss, [shown.hidden, *heads], allow_unused=True, retain_graph=True
     )
-    below = [None] * len(heads)
+    # The whole gradient, less what arrives through the hidden states.
+    below: Sequence[Tensor | None] = [None] * len(heads)
     if above is not None:
-        below = torch.autograd.grad(shown.hidden, heads, above, allow_unused=True, retain_graph=True)  # type: ignore[assignment]
+        below = torch.autograd.grad(shown.hidden, heads, above, allow_unused=True, retain_graph=True)
     found: list[TrainedHead] = []
     for name, all_of_it, through in zip(named, whole, below, strict=True):
         if all_of_it is None:
@@ -88,8 +95,14 @@ def _own(subject: ExaminedAdapter, shown: AdapterStep) -> dict[str, Tensor]:
     }
 
 
-def other_heads(subject: ExaminedAdapter, batch: Batch, shown: AdapterStep) -> Iterator[HeadPair]:
-    """The head shown beside the target's as the teacher's, then every parameter of its shape beside either."""
+def list_head_pairs(subject: ExaminedAdapter, batch: Batch, shown: AdapterStep) -> Iterator[HeadPair]:
+    """The step's head beside the target's as the teacher's, then every parameter of its shape beside either.
+
+    Args:
+        subject: the adapter that is examined.
+        batch: the row that the target's reference is computed on.
+        shown: a step, for its head [V, D].
+    """
     target = _target(subject, batch, shown)
     own = {name: each.detach() for name, each in _own(subject, shown).items() if not _same(each, shown.head)}
     if target is not None and not _same(shown.head, target):
@@ -104,6 +117,7 @@ def other_heads(subject: ExaminedAdapter, batch: Batch, shown: AdapterStep) -> I
 
 
 def _pair(name: str, draft: Tensor, teacher: Tensor) -> HeadPair:
+    """Two heads [V, D] with the rows in which they differ."""
     apart = (draft.detach().cpu().double() - teacher.cpu().double()).abs().amax(1)
     return HeadPair(
         draft=draft, teacher=teacher, name=name, rows=int((apart > 0).sum()), change=float(apart.max())
@@ -111,6 +125,7 @@ def _pair(name: str, draft: Tensor, teacher: Tensor) -> HeadPair:
 
 
 def _like(each: Tensor, head: Tensor) -> bool:
+    """Whether a parameter could be a head by its shape."""
     return each.shape == head.shape and each.is_floating_point()
 
 
@@ -121,7 +136,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _target(subject: ExaminedAdapter, batch: Batch, shown: AdapterStep) -> Tensor | None:
-    """[V, D] the target's own rows in the dtype of the head shown, None where no reference is shown. Of a reduced
+    """[V, D] the target's own rows in the dtype of the step's head, None where no reference is exposed. Of a reduced
     vocabulary those nearest to the head's, None where two of them are nearest to one."""
     try:
         rows = subject.reference(batch).head.detach().cpu().to(shown.head.dtype)
@@ -131,7 +146,8 @@ def _target(subject: ExaminedAdapter, batch: Batch, shown: AdapterStep) -> Tenso
     if len(rows) == len(head):
         return rows
     near = [
-        torch.cdist(part.float(), rows.float()).argmin(-1) for part in head.split(max(1, CHUNK // len(rows)))
+        torch.cdist(part.float(), rows.float()).argmin(-1)
+        for part in head.split(max(1, DISTANCE_CHUNK // len(rows)))
     ]
     place = torch.cat(near)
     return rows[place] if len(place.unique()) == len(place) else None

@@ -1,11 +1,10 @@
-"""What law the weights of slots follow, and what their sum is divided by.
+"""What law the weights of slots follow.
 
-    law = recognise(Slots(...))           # uniform, exp, dpace, ..., with its parameter
-    found = denominators(law, ...)        # names whose value fits
+    law = recognise_law(slots)           # uniform, exp, dpace, ..., with its parameter
 
-A law is believed where it gives every slot's weight, up to one common factor, within the rounding error of that slot.
+A law is accepted where it gives every slot's weight, up to one common factor, within the rounding error of that slot.
 
-Shapes: n slots, A blocks, B slots of a block.
+Shapes: n slots that get a gradient, A blocks, B slots of a block, G groups of slots.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ WeightArray = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 SUGGESTIVE = 0.3
-"""Share of slots that must have a companion in their group before a grouping says anything."""
+"""Share of slots that must have a companion in their group before a grouping means anything."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,7 +27,9 @@ class WeightedSlots:
     """The slots whose weights are to be explained; slot 0 is not among them."""
 
     block: Ints
+    """[n] number of the block."""
     slot: Ints
+    """[n] 1..B-1."""
     weight: WeightArray
     """[n] as fitted."""
     tolerance: WeightArray
@@ -61,11 +62,13 @@ class WeightLaw:
     raw: WeightArray
     """[n] the law's weights, which are `weight / scale`."""
     scale: float
+    """One over the denominator, as long as the terms' factors add up to 1."""
     scale_error: float
     """Relative standard error."""
     misfit: float
-    """Largest deviation over its tolerance; the law is believed at 1 and below."""
+    """Largest deviation over its tolerance; the law is accepted at 1 and below."""
     rms: float
+    """Root mean square of the same."""
     parameters: dict[str, float] = field(default_factory=dict)
     """gamma or alpha."""
     errors: dict[str, float] = field(default_factory=dict)
@@ -80,7 +83,13 @@ class WeightLaw:
 
 
 def recognise_law(slots: WeightedSlots, prefer: str = "") -> WeightLaw:
-    """The law of the weights, `unknown` where none is found. prefer: the kind to take where two fit alike."""
+    """The law of the weights, `unknown` where none is found.
+
+    Args:
+        slots: the weights.
+        prefer: the kind to take where two fit alike.
+    """
+    # From the simplest law to those that have a parameter for every group: the more freedom, the later.
     simple = _law(slots, "uniform", np.ones_like(slots.weight))
     if simple.fits:
         return simple
@@ -164,11 +173,12 @@ gain behind it, alone."""
 
 
 def _suffix(values: torch.Tensor) -> torch.Tensor:
+    """[A, B] each slot's sum from itself to the block's end."""
     return values.flip(1).cumsum(1).flip(1)
 
 
 def _dpace_weights(kind: str, alpha: float, chance: torch.Tensor, on: torch.Tensor) -> torch.Tensor:
-    """[A, B]."""
+    """[A, B] from confidences `chance` [A, B] of the slots that are `on`."""
     smooth = torch.where(on > 0, (1 - alpha) * chance + alpha, torch.ones_like(chance))
     return DPACE[kind](smooth.cumprod(1), on) * on
 
@@ -205,7 +215,13 @@ def _attached_weights(
 
 
 def _best_alpha(slots: WeightedSlots, name: str, make: Callable[[float], WeightArray]) -> WeightLaw | None:
-    """alpha by a coarse look and then a bounded search for the least squares of logarithms."""
+    """alpha by a coarse look and then a bounded search for the least squares of logarithms.
+
+    Args:
+        slots: the weights.
+        name: of the variant.
+        make: alpha -> its weights [n].
+    """
 
     def loss(alpha: float) -> float:
         raw = make(alpha)
@@ -216,6 +232,7 @@ def _best_alpha(slots: WeightedSlots, name: str, make: Callable[[float], WeightA
         gap = gap - (trust * gap).sum() / trust.sum()
         return float((trust * gap**2).sum() / trust.sum())
 
+    # The valley may have several bottoms: a grid first, then its best cell.
     grid = np.linspace(0, 1, 21)
     coarse = [loss(float(alpha)) for alpha in grid]
     best = int(np.argmin(coarse))
@@ -225,10 +242,12 @@ def _best_alpha(slots: WeightedSlots, name: str, make: Callable[[float], WeightA
     refined = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-10})
     ends = [(coarse[best], float(grid[best])), (float(refined.fun), float(refined.x))]
     alpha = min(ends)[1]
+    # alpha's standard error, from how the weights move with it.
     step = 1e-4 if alpha < 0.5 else -1e-4
     change = (np.log(np.abs(make(alpha + step))) - np.log(np.abs(make(alpha)))) / step
     spread = ((change - change.mean()) ** 2).sum()
     error = float(np.sqrt(loss(alpha) * len(change) / max(1, len(change) - 2) / spread)) if spread else np.inf
+    # Attached weights also hold what flows through them: the denominator is the sum of the weights alone.
     kind, total = name, None
     if name.startswith("dpace-attached"):
         on, chance = (
@@ -267,24 +286,31 @@ def _per_block(slots: WeightedSlots) -> WeightLaw | None:
     if not (slots.weight > 0).all():
         return None
     for groups, name in ((slots.document, "document"), (slots.block, "block")):
-        numbers, inverse = np.unique(groups, return_inverse=True)
-        if len(numbers) < 2 or not _companions(groups):
+        if len(np.unique(groups)) < 2 or not _companions(groups):
             continue
-        columns = np.concatenate((np.eye(len(numbers))[inverse], -(slots.slot[:, None] - 1.0)), axis=1)
-        solved = np.linalg.lstsq(
-            columns / slots.tolerance[:, None], np.log(slots.weight) / slots.tolerance, rcond=None
-        )[0]
+        columns, solved = _fit_groups(slots, groups)
         law = _law(slots, "per-block", np.exp(columns @ solved))
         if law.fits:
-            inside = np.exp(columns[:, -1] * solved[-1])
-            sums = np.bincount(inverse, weights=inside)
+            # A mean of means gives every group the same sum.
+            sums = np.bincount(columns[:, :-1].argmax(1), weights=np.exp(columns[:, -1] * solved[-1]))
             even = np.exp(solved[:-1]) * sums
             means = bool(np.ptp(even) / even.mean() < 1e-3 + 2 * slots.tolerance.max())
-            note = f"each {name} has its own factor"
-            note = f"a mean over {name}s of the mean in each" if means else note
+            note = f"a mean over {name}s of the mean in each" if means else f"each {name} has its own factor"
             gamma = {"gamma": float(1 / solved[-1])} if abs(solved[-1]) > slots.tolerance.min() else {}
             return _law(slots, "per-block", np.exp(columns @ solved), gamma, note=note)
     return None
+
+
+def _fit_groups(slots: WeightedSlots, groups: WeightArray | Ints) -> tuple[WeightArray, WeightArray]:
+    """log weight as one constant a group and one slope over all: the matrix [n, G + 1] and its solution [G + 1].
+
+    The solution's last value is 1 / gamma.
+    """
+    numbers, inverse = np.unique(groups, return_inverse=True)
+    columns = np.concatenate((np.eye(len(numbers))[inverse], -(slots.slot[:, None] - 1.0)), axis=1)
+    scaled, target = columns / slots.tolerance[:, None], np.log(slots.weight) / slots.tolerance
+    solved: WeightArray = np.linalg.lstsq(scaled, target, rcond=None)[0].astype(np.float64)
+    return columns, solved
 
 
 def _streak(slots: WeightedSlots) -> WeightLaw | None:
@@ -326,16 +352,14 @@ def _states(slots: WeightedSlots, hole: bool) -> dict[str, WeightArray]:
 
 
 def _with_gamma(slots: WeightedSlots, state: WeightArray, law: WeightLaw) -> WeightLaw:
-    """The streak's law with gamma, where the weights are exponential within every state."""
-    numbers, inverse = np.unique(state, return_inverse=True)
+    """The streak's law with gamma, where the weights are exponential within every state [n]."""
     if not (slots.weight > 0).all():
         return law
-    columns = np.concatenate((np.eye(len(numbers))[inverse], -(slots.slot[:, None] - 1.0)), axis=1)
-    scaled = columns / slots.tolerance[:, None]
-    solved = np.linalg.lstsq(scaled, np.log(slots.weight) / slots.tolerance, rcond=None)[0]
+    columns, solved = _fit_groups(slots, state)
     inside = _law(slots, "streak", np.exp(columns @ solved), note=law.note)
     if not inside.fits or abs(solved[-1]) < 1e-9:
         return law
+    # gamma's standard error from what is left over; the factor of the states, first to last.
     low, high = np.exp(solved[:-1] - solved[0])[[0, -1]]
     left = np.log(slots.weight) - columns @ solved
     covariance = np.linalg.pinv(columns.T @ columns) * (left**2).sum() / max(1, len(left) - len(solved))

@@ -1,10 +1,10 @@
 """The mixture of terms, the law of the weights and the denominator that a step's gradient shows.
 
-    reading = read(subject, crafted, at)                    # terms, temperature, source of labels
-    reading, law, slots = explained(subject, crafted, at, reading)
-    found = find(subject, crafted, at, reading, law)        # denominator, slot 0, what could hide
+    reading = estimate_mixture(subject, crafted, at)                    # terms, temperature, source of labels
+    reading, law, slots = choose_mixture_with_law(subject, crafted, at, reading)
+    found = find_weight_law(subject, crafted, at, reading, law)         # denominator, slot 0, what could hide
 
-Shapes as in `parity.probes.instruments.loss.head_gradient`.
+Shapes: n slots that get a gradient, A anchors, B slots of a block, D width, V draft vocabulary.
 """
 
 from collections.abc import Mapping
@@ -17,28 +17,35 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from parity.probes.instruments.loss.designed_row import DesignedBatch
-from parity.probes.instruments.loss.head_gradient import SOFT, HeadGradients, term_values
-from parity.probes.instruments.loss.mixture import ROUGH, MixtureFit, explain, left_over, unseen
+from parity.probes.instruments.loss.head_gradient import SOFT, HeadGradients, compute_term_values
+from parity.probes.instruments.loss.mixture import (
+    ROUGH,
+    MixtureFit,
+    bound_unseen_shares,
+    explain,
+    measure_residual,
+)
 from parity.probes.instruments.loss.slot_weights import WeightedSlots, WeightLaw, recognise_law
 from parity.probes.subject import ExaminedAdapter
 
 FLOOR = 1e-6
 """Least limit of the residual: above what float32 leaves (2e-7), far below the effect of 1 % of anything."""
-ROUNDINGS = 4.0
+MIXTURE_ROUNDINGS = 4.0
 """Times the measured rounding that the residual may be. In bfloat16 a term is then also named where it is there by five
 standard errors: 1 % KL is, by twelve."""
-SHIFTS = (0, 1, -1)
+LABEL_SHIFTS = (0, 1, -1)
 """Places of the label beside anchor + slot that are tried."""
 CERTAIN = 5.0
-"""Standard errors."""
+"""Standard errors by which a parameter has to differ from the declared one."""
 SAME = 1e-3
 """Relative difference below which a parameter counts as the declared one."""
 SLICE = "the captured slice"
 """Where the teacher's logits come from, as far as one is known."""
 HEATS = tuple(float(heat) for heat in np.geomspace(0.25, 4.0, 17))
+"""Temperatures that are tried before the best is refined."""
 NEAR = 1e-3
-"""Relative step of the temperature from which its error is told."""
-LEAST = 1e-5
+"""Relative step of the temperature from which its error is computed."""
+LEAST_WEIGHT_ERROR = 1e-5
 """Least relative tolerance of a weight: speculators adds 1e-5 to a denominator."""
 HEAT_SLOTS = 12
 """Slots on which temperatures are tried."""
@@ -50,28 +57,45 @@ class MixtureEstimate:
 
     fit: MixtureFit
     heat: float
+    """Temperature of the soft terms."""
     heat_error: float
+    """Its standard error; 0 where it was not searched for."""
     source: str
     """Of the hard label that confidences are taken from: `teacher`, `data`, with `+1` or `-1` where it is shifted."""
     labels: Mapping[str, Tensor]
+    """[n] draft ids by source."""
     teacher: Tensor | None
+    """[n, V] logits."""
     teacher_from: str
+    """Where they come from, in words."""
     columns: Mapping[str, Tensor]
+    """[n, D] of every term that was tried."""
 
 
 def estimate_mixture(subject: ExaminedAdapter, crafted: DesignedBatch, at: HeadGradients) -> MixtureEstimate:
-    """Hard terms first, then all terms, then other temperatures, then shifted teachers: the first that explains."""
+    """Hard terms first, then all terms, then other temperatures: the first mixture that explains the gradients.
+
+    Args:
+        subject: the adapter that is examined, for its declared temperature and eta.
+        crafted: the row.
+        at: the step's gradient at the head.
+
+    Returns:
+        The best mixture, also where it explains nothing (`fit.is_explained`).
+    """
+    # Hard terms, which need no teacher. Under bfloat16's wide limit a teacher's terms may still hide in them.
     labels = _sources(crafted, at)
     teachers = _teachers(crafted, at)
     hard = [f"ce:{source}" for source in labels]
     if hard:
         columns = at.columns([*hard, "smoothing"], labels, None)
         reading = _reading(at, columns, labels, teachers.get(SLICE), SLICE)
-        if not teachers or (reading.fit.choose_mixture_with_law and reading.fit.limit <= ROUGH):
+        if not teachers or (reading.fit.is_explained and reading.fit.limit <= ROUGH):
             return reading
         best = reading
     else:
         best = None
+    # All terms, at the declared temperature and at 1, with the teacher of the slice and with the step's own.
     own = [name for name in hard if name[-2] not in "+-"]
     for origin, teacher in teachers.items():
         local = dict(labels)
@@ -81,12 +105,13 @@ def estimate_mixture(subject: ExaminedAdapter, crafted: DesignedBatch, at: HeadG
         for heat in dict.fromkeys((subject.recipe.loss.temperature, 1.0)):
             columns = at.columns(names, local, teacher, heat=heat, eta=subject.recipe.loss.lk_eta)
             reading = _reading(at, columns, local, teacher, origin, heat=heat)
-            if reading.fit.choose_mixture_with_law:
+            if reading.fit.is_explained:
                 return reading
             best = reading if best is None or reading.fit.residual < best.fit.residual else best
+    # Some other temperature.
     for origin, teacher in teachers.items():
         found = _other_heat(subject, at, labels, teacher, origin, own)
-        if found.fit.choose_mixture_with_law:
+        if found.fit.is_explained:
             return found
     assert best is not None
     return best
@@ -95,7 +120,7 @@ def estimate_mixture(subject: ExaminedAdapter, crafted: DesignedBatch, at: HeadG
 def _sources(crafted: DesignedBatch, at: HeadGradients) -> dict[str, Tensor]:
     """Hard labels [n] by where they may come from."""
     made: dict[str, Tensor] = {}
-    for shift in SHIFTS:
+    for shift in LABEL_SHIFTS:
         tail = f"{shift:+d}" if shift else ""
         if crafted.teacher is not None:
             made[f"teacher{tail}"] = crafted.at(crafted.teacher, at.index - 1 + shift).argmax(-1)
@@ -105,7 +130,7 @@ def _sources(crafted: DesignedBatch, at: HeadGradients) -> dict[str, Tensor]:
 
 
 def _teachers(crafted: DesignedBatch, at: HeadGradients) -> dict[str, Tensor]:
-    """The teacher's logits [n, V]: from the captured slice, and as the step shows them."""
+    """The teacher's logits [n, V]: from the captured slice, and as the step exposes them."""
     made: dict[str, Tensor] = {}
     if crafted.teacher is not None:
         made[SLICE] = crafted.at(crafted.teacher, at.index - 1)
@@ -121,7 +146,7 @@ def _limit(at: HeadGradients, labels: Mapping[str, Tensor], teacher: Tensor | No
     rounding = at.rounding(at_labels, teacher)
     column = at.columns(["ce:x"], {"x": at_labels}, None)["ce:x"]
     weight = at.gradient.norm(dim=-1) / column.norm(dim=-1).clamp(min=1e-30)
-    return max(FLOOR, ROUNDINGS * float((rounding * weight).norm() / at.gradient.norm())), rounding
+    return max(FLOOR, MIXTURE_ROUNDINGS * float((rounding * weight).norm() / at.gradient.norm())), rounding
 
 
 def _reading(
@@ -134,13 +159,13 @@ def _reading(
     heat: float = 1.0,
     heat_error: float = 0.0,
 ) -> MixtureEstimate:
+    """The smallest mixture of these columns, and what is needed to go on with it."""
     limit, rounding = _limit(at, labels, teacher)
     fit = explain(at.gradient, columns, limit)
     weights = torch.from_numpy(fit.weights).abs()
-    larger = ROUNDINGS * float((rounding * weights).norm() / at.gradient.norm())
-    if (
-        not fit.choose_mixture_with_law and limit < larger <= ROUNDINGS * limit
-    ):  # terms that cancel leave a smaller gradient
+    larger = MIXTURE_ROUNDINGS * float((rounding * weights).norm() / at.gradient.norm())
+    # Terms that cancel leave a smaller gradient, in which the rounding of each weighs more.
+    if not fit.is_explained and limit < larger <= MIXTURE_ROUNDINGS * limit:
         fit = explain(at.gradient, columns, larger)
     hard = [name.split(":")[1] for name in fit.shares if name.startswith("ce:")]
     source = hard[0] if hard else next(iter(labels), "")
@@ -165,6 +190,7 @@ def _other_heat(
     own: list[str],
 ) -> MixtureEstimate:
     """The temperature of the soft terms, or of all, by the least residual on a few slots; then all slots with it."""
+    # A few slots are enough for the search. Where no soft term is, a heated cross-entropy may be.
     rows = torch.arange(0, len(at), max(1, len(at) // HEAT_SLOTS))[:HEAT_SLOTS]
     few, some = at.part(rows), {name: each[rows] for name, each in labels.items()}
     eta = subject.recipe.loss.lk_eta
@@ -173,8 +199,9 @@ def _other_heat(
 
         def residual_at_heat(log_heat: float, names: list[str] = names) -> float:
             columns = few.columns(names, some, teacher[rows], heat=float(np.exp(log_heat)), eta=eta)
-            return left_over(few.gradient, columns)
+            return measure_residual(few.gradient, columns)
 
+        # The residual over the temperature has one bottom, flat on both sides: a grid, then its best cell.
         coarse = [residual_at_heat(float(np.log(heat))) for heat in HEATS]
         at_best = int(np.argmin(coarse))
         bounds = np.log([HEATS[max(0, at_best - 1)], HEATS[min(len(HEATS) - 1, at_best + 1)]])
@@ -183,6 +210,7 @@ def _other_heat(
         )
         if best is None or fine.fun < best[0]:
             best = (float(fine.fun), float(np.exp(fine.x)), names)
+    # All slots at the best temperature, whose error is the residual over the residual of a small step.
     assert best is not None
     _, heat, names = best
     made = [at.columns(names, labels, teacher, heat=each, eta=eta) for each in (heat, heat * (1 + NEAR))]
@@ -213,10 +241,20 @@ class WeightLaws:
     """Soft term -> the temperature squared that it is multiplied with, as in distillation; where none is, empty."""
 
 
-def is_explained(
+def choose_mixture_with_law(
     subject: ExaminedAdapter, crafted: DesignedBatch, at: HeadGradients, reading: MixtureEstimate
 ) -> tuple[MixtureEstimate, WeightLaw, WeightedSlots]:
-    """The reading whose weights follow a law, where several mixtures have the gradient's direction."""
+    """The mixture whose weights follow a law, where several have the gradient's direction.
+
+    Args:
+        subject: the adapter that is examined; its declared law is preferred where two fit alike.
+        crafted: the row.
+        at: the step's gradient at the head.
+        reading: the mixture, with those that fit alike.
+
+    Returns:
+        The mixture, the law, and the weights of slots 1 and up that the law explains.
+    """
     prefer = subject.recipe.loss.weights.kind
     fits = [reading.fit, *reading.fit.alike]
     tried = []
@@ -235,12 +273,14 @@ def _law_of(
 ) -> tuple[WeightLaw, WeightedSlots]:
     """The weights of slots 1 and up."""
     labels = reading.labels.get(reading.source, torch.zeros(len(at), dtype=torch.long))
+    # Each slot's tolerance: rounding beside the size of the mixture's own gradient there.
     rows = (at.slot > 0).nonzero().squeeze(-1)
     column = sum(share * reading.columns[name] for name, share in reading.fit.shares.items())
     assert isinstance(column, Tensor)
-    rounding = at.rounding(labels, reading.teacher if soft(reading) else None) / column.norm(dim=-1).clamp(
-        min=1e-30
-    )
+    rounding = at.rounding(labels, reading.teacher if has_soft_terms(reading) else None) / column.norm(
+        dim=-1
+    ).clamp(min=1e-30)
+    # What D-PACE goes by: the label's probability, and the value of the term that a detour flows through.
     chance = at.chance(labels)
     value = -chance.clamp(min=1e-300).log()
     if set(reading.fit.shares) <= set(SOFT) and reading.teacher is not None and len(reading.fit.shares) == 1:
@@ -249,7 +289,7 @@ def _law_of(
         block=at.block[rows].numpy(),
         slot=at.slot[rows].numpy(),
         weight=reading.fit.weights[rows.numpy()],
-        tolerance=(ROUNDINGS * 2 * rounding[rows] + LEAST).numpy(),
+        tolerance=(MIXTURE_ROUNDINGS * 2 * rounding[rows] + LEAST_WEIGHT_ERROR).numpy(),
         chance=chance[rows].numpy(),
         value=value[rows].numpy(),
         right=(at.best[0] == labels)[rows].numpy(),
@@ -266,7 +306,8 @@ def _law_of(
     return law, slots
 
 
-def soft(reading: MixtureEstimate) -> bool:
+def has_soft_terms(reading: MixtureEstimate) -> bool:
+    """Whether a term against the teacher's distribution is in the mixture."""
     return any(name in SOFT for name in reading.fit.shares)
 
 
@@ -275,7 +316,7 @@ def _values(at: HeadGradients, name: str, reading: MixtureEstimate) -> Tensor:
     teacher, heat = reading.teacher, reading.heat
     assert teacher is not None
     return at.over(
-        lambda piece, log_q: term_values(
+        lambda piece, log_q: compute_term_values(
             name, (log_q / heat).log_softmax(-1), None, (teacher[piece] / heat).log_softmax(-1)
         )
     )
@@ -288,21 +329,27 @@ def find_weight_law(
     reading: MixtureEstimate,
     law: WeightLaw,
 ) -> WeightLaws:
-    """Denominator, slot 0, and what could hide."""
-    weights, zero = reading.fit.weights, (at.slot == 0).numpy()
-    first = (
-        float(np.mean(weights[(at.slot == 1).numpy()])) if (at.slot == 1).any() else float(np.mean(weights))
-    )
+    """Denominator, slot 0, and what could hide.
+
+    Args:
+        subject: the adapter that is examined, for the declared factors and temperature.
+        crafted: the row.
+        at: the step's gradient at the head.
+        reading: the mixture of terms.
+        law: of the weights of slots 1 and up.
+    """
+    # Slot 0 belongs to no law: its mean weight beside slot 1's, and its part of the sum.
+    weights, zero, one = reading.fit.weights, (at.slot == 0).numpy(), (at.slot == 1).numpy()
+    first = float(np.mean(weights[one] if one.any() else weights))
     slot0 = float(weights[zero].mean() / first) if zero.any() and first else 0.0
     total = (float(law.raw.sum()) if law.sum is None else law.sum) + float(weights[zero].sum()) / law.scale
-    others = [
-        name for name in ("kl", "rkl") if reading.teacher is not None and name not in reading.fit.shares
-    ]
-    more = at.columns(others, reading.labels, reading.teacher, heat=reading.heat) if others else {}
-    columns = {**reading.columns, **more}
-    others = [
-        name for name in ("smoothing", "kl", "rkl") if name in columns and name not in reading.fit.shares
-    ]
+    # Terms that are not in the mixture, and how much of them would not be seen.
+    possible = ("smoothing", "kl", "rkl") if reading.teacher is not None else ("smoothing",)
+    others = [name for name in possible if name not in reading.fit.shares]
+    more = [name for name in others if name != "smoothing"]
+    columns = {**reading.columns, **at.columns(more, reading.labels, reading.teacher, heat=reading.heat)}
+    others = [name for name in others if name in columns]
+    # The denominator follows from the scale and the declared factors; a factor T^2 makes another of it.
     terms, errors = _by_name(reading)
     declared = subject.recipe.loss.terms
     made = []
@@ -315,14 +362,14 @@ def find_weight_law(
         denominator=denominator,
         reductions=reductions,
         slot0=slot0,
-        unseen=unseen(at.gradient, columns, reading.fit, others),
+        unseen=bound_unseen_shares(at.gradient, columns, reading.fit, others),
         terms=terms,
         squared=squared,
     )
 
 
-def term_of(name: str) -> str:
-    """The recipe's name of a term: `ce` of `ce:teacher`, `kl` of `kl@2`."""
+def name_term(name: str) -> str:
+    """The recipe's name of a term: `ce` of `ce:teacher` and of `ce@heat:data`."""
     return name.split(":")[0].split("@")[0]
 
 
@@ -331,7 +378,7 @@ def _by_name(reading: MixtureEstimate) -> tuple[dict[str, float], dict[str, floa
     terms: dict[str, float] = {}
     errors: dict[str, float] = {}
     for name, share in reading.fit.shares.items():
-        short = term_of(name)
+        short = name_term(name)
         terms[short] = terms.get(short, 0.0) + share
         errors[short] = max(errors.get(short, 0.0), reading.fit.errors[name])
     return terms, errors
@@ -364,7 +411,15 @@ def _squares(
 def _reductions(
     crafted: DesignedBatch, at: HeadGradients, law: WeightLaw, total: float, denominator: float
 ) -> tuple[str, ...]:
-    """Which sums have the denominator's value on this row."""
+    """Which sums have the denominator's value on this row.
+
+    Args:
+        crafted: the row.
+        at: the step's gradient at the head.
+        law: of the weights.
+        total: sum of the weights, slot 0 included.
+        denominator: as measured.
+    """
     blocks = at.shape[0]
     known = {
         "weighted_mean": total,

@@ -1,6 +1,6 @@
-"""The reading of a loss in words and tables.
+"""What was read of a loss, in words, facts and tables.
 
-sentence(reading, law, found, slots, declared_reduction)    # hard CE on the teacher's argmax, weights exp with ...
+describe_loss(reading, law, found, slots, "weighted_mean")    # hard CE on the teacher's argmax, weights exp ...
 """
 
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ import numpy as np
 
 from parity.probes.instruments.loss.head_gradient import SOFT, HeadGradients
 from parity.probes.instruments.loss.slot_weights import WeightedSlots, WeightLaw
-from parity.probes.instruments.loss.solve import MixtureEstimate, WeightLaws, soft
+from parity.probes.instruments.loss.solve import MixtureEstimate, WeightLaws, has_soft_terms
 from parity.probes.subject import ExaminedAdapter
-from parity.reports.record import Chart, Column, Table, Value
+from parity.reports.record import Chart, Table, Value, declare_columns
 
 IDENTIFIABLE = 0.05
 """Share that another term could have unseen, from which on the mix is called not identifiable."""
@@ -28,11 +28,13 @@ WORDS = {
 }
 
 
-def origin(source: str) -> str:
+def describe_source(source: str) -> str:
+    """Of a hard label. source: `teacher` or `data`, with a shift where it has one."""
     return "the teacher's argmax" if source.startswith("teacher") else "the data's token"
 
 
-def mixture_words(terms: Mapping[str, float]) -> str:
+def describe_mixture(terms: Mapping[str, float]) -> str:
+    """`70 % KL to the teacher + 30 % CE`. terms: shares, 0 to 1, by the recipe's names."""
     parts = [f"{100 * share:.4g} % {WORDS.get(name, name.upper())}" for name, share in terms.items()]
     return " + ".join(parts)
 
@@ -45,7 +47,7 @@ def _terms_words(reading: MixtureEstimate) -> str:
         words = WORDS.get(term, "")
         if term.startswith("ce"):
             shift = source[-2:] if source[-2] in "+-" else ""
-            words = f"hard CE on {origin(source)}" + (f" of token {shift}" if shift else "")
+            words = f"hard CE on {describe_source(source)}" + (f" of token {shift}" if shift else "")
         error = reading.fit.errors[name]
         number = f"{100 * share:.2f} % " if len(shares) > 1 else ""
         parts.append(number + words + (f" (standard error {100 * error:.1g} %)" if len(shares) > 1 else ""))
@@ -57,18 +59,21 @@ def _terms_words(reading: MixtureEstimate) -> str:
 
 
 def _square_words(found: WeightLaws) -> str:
+    """Which terms have distillation's factor."""
     if not found.squared:
         return ""
     square = next(iter(found.squared.values()))
     return f" ({' and '.join(WORDS[name] for name in found.squared)} times T^2 = {square:.4g})"
 
 
-def law_words(law: WeightLaw, slots: WeightedSlots) -> str:
+def describe_law(law: WeightLaw, slots: WeightedSlots) -> str:
+    """`weights exp with gamma 4.00 over slots 1-7`."""
     low, high = int(slots.slot.min()), int(slots.slot.max())
     over = f"over slots {low}-{high}" if high > low else f"on slot {low}"
     if high == low:
         return f"one slot a block ({over}), so no position weights"
     number = "".join(f" with {name} {value:.2f}" for name, value in law.parameters.items())
+    # Every kind that a law may have.
     words = {
         "uniform": "weights uniform",
         "exp": f"weights exp{number}",
@@ -86,7 +91,7 @@ def law_words(law: WeightLaw, slots: WeightedSlots) -> str:
     return f"{words} {over}"
 
 
-def profile(slots: WeightedSlots) -> dict[int, float]:
+def average_by_slot(slots: WeightedSlots) -> dict[int, float]:
     """Mean weight of every slot number, of slot 1's."""
     means = {int(k): float(slots.weight[slots.slot == k].mean()) for k in np.unique(slots.slot)}
     first = next(iter(means.values()))
@@ -94,10 +99,12 @@ def profile(slots: WeightedSlots) -> dict[int, float]:
 
 
 def _profile_words(slots: WeightedSlots) -> str:
-    return ", ".join(f"{value:.3g}" for value in profile(slots).values())
+    """Mean weights of the slot numbers, of slot 1's."""
+    return ", ".join(f"{value:.3g}" for value in average_by_slot(slots).values())
 
 
-def declared_law(subject: ExaminedAdapter) -> str:
+def describe_declared_law(subject: ExaminedAdapter) -> str:
+    """The recipe's law with its parameter."""
     weights = subject.recipe.loss.weights
     return {
         "exp": f"exp with gamma {weights.gamma}",
@@ -106,7 +113,8 @@ def declared_law(subject: ExaminedAdapter) -> str:
     }[weights.kind]
 
 
-def reduction_words(name: str) -> str:
+def describe_reduction(name: str) -> str:
+    """In words. name: of `WeightLaws.reductions`."""
     known = {
         "weighted_mean": "weighted mean",
         "mask_mean": "mean over trained slots",
@@ -117,6 +125,7 @@ def reduction_words(name: str) -> str:
 
 
 def _reduction(law: WeightLaw, found: WeightLaws, wanted: str) -> str:
+    """The declared reduction where it fits, else the first that does."""
     if law.kind == "per-block":
         return law.note
     if wanted in found.reductions:
@@ -132,14 +141,23 @@ def _hits(slots: WeightedSlots) -> str:
     return f"; drafts are right on {share:.0%} of slots, so weights that depend on it would not show"
 
 
-def sentence(
+def describe_loss(
     reading: MixtureEstimate, law: WeightLaw, found: WeightLaws, slots: WeightedSlots, wanted: str
 ) -> str:
+    """Terms, weights and denominator in one sentence, with what would not show.
+
+    Args:
+        reading: the mixture of terms.
+        law: how the slots' weights are made.
+        found: denominator, slot 0, what could hide.
+        slots: the weights of slots 1 and up.
+        wanted: the declared reduction.
+    """
     zero = "slot 0 unweighted" if not found.slot0 else f"slot 0 weighs {found.slot0:.3g} of slot 1"
-    parts = [_terms_words(reading) + _square_words(found), law_words(law, slots), zero]
+    parts = [_terms_words(reading) + _square_words(found), describe_law(law, slots), zero]
     reduction = _reduction(law, found, wanted)
     parts.append(
-        reduction_words(reduction)
+        describe_reduction(reduction)
         if reduction != "not recognised"
         else f"divided by {found.denominator:.5g}, which is not recognised"
     )
@@ -154,13 +172,16 @@ def sentence(
     return text + _hits(slots) + ")"
 
 
-def facts(reading: MixtureEstimate, law: WeightLaw, found: WeightLaws, wanted: str) -> dict[str, Value]:
+def list_loss_facts(
+    reading: MixtureEstimate, law: WeightLaw, found: WeightLaws, wanted: str
+) -> dict[str, Value]:
+    """The same as facts of the conformance statement; their names are stable."""
     facts: dict[str, Value] = {"loss.recognised": True, "loss.residual": reading.fit.residual}
     facts |= {f"loss.share.{name}": round(share, 6) for name, share in found.terms.items()}
     hard = [name.split(":")[1] for name in reading.fit.shares if name.startswith("ce")]
     if hard:
         facts["loss.labels"] = ", ".join(hard)
-    if soft(reading):
+    if has_soft_terms(reading):
         facts["loss.temperature"] = reading.heat
     if found.squared:
         facts["loss.times_temperature_squared"] = ", ".join(found.squared)
@@ -172,7 +193,8 @@ def facts(reading: MixtureEstimate, law: WeightLaw, found: WeightLaws, wanted: s
     return facts
 
 
-def term_table(reading: MixtureEstimate, found: WeightLaws) -> Table:
+def make_term_table(reading: MixtureEstimate, found: WeightLaws) -> Table:
+    """Shares of the terms, and from which share on another one would show."""
     rows: list[tuple[Value, ...]] = [
         (name, share, reading.fit.errors[name], None) for name, share in reading.fit.shares.items()
     ]
@@ -180,11 +202,8 @@ def term_table(reading: MixtureEstimate, found: WeightLaws) -> Table:
     return Table(
         name="loss.terms",
         title="Terms of the loss, from the gradient at the head's input",
-        columns=(
-            Column(key="term", title="term"),
-            Column(key="share", title="share", kind="float"),
-            Column(key="error", title="standard error", kind="float"),
-            Column(key="unseen", title="would show above", kind="float"),
+        columns=declare_columns(
+            "term | share:float | error:float standard error | unseen:float would show above"
         ),
         rows=tuple(rows),
         caption=f"Residual {reading.fit.residual:.2g}, limit {reading.fit.limit:.2g}; teacher: {reading.teacher_from}.",
@@ -192,7 +211,10 @@ def term_table(reading: MixtureEstimate, found: WeightLaws) -> Table:
     )
 
 
-def slot_table(at: HeadGradients, reading: MixtureEstimate, law: WeightLaw, slots: WeightedSlots) -> Table:
+def make_slot_table(
+    at: HeadGradients, reading: MixtureEstimate, law: WeightLaw, slots: WeightedSlots
+) -> Table:
+    """Weights of every slot number beside those of the law, of slot 1's."""
     rows: list[tuple[Value, ...]] = []
     first = float(slots.weight[slots.slot == slots.slot.min()].mean()) or 1.0
     for place in range(at.shape[1]):
@@ -204,13 +226,13 @@ def slot_table(at: HeadGradients, reading: MixtureEstimate, law: WeightLaw, slot
             rows.append((place, len(weights), *numbers, expected))
         else:
             rows.append((place, 0, 0.0, 0.0, 0.0, None))
-    names = ("slot", "slots", "mean", "least", "largest", "law")
-    titles = ("slot", "trained", "weight", "least", "largest", f"{law.kind} gives")
-    kinds = ("int", "int", "float", "float", "float", "float")
     return Table(
         name="loss.slots",
         title="Weight of every slot, of slot 1's",
-        columns=tuple(Column(key=k, title=t, kind=d) for k, t, d in zip(names, titles, kinds, strict=True)),  # type: ignore[arg-type]
+        columns=declare_columns(
+            "slot:int | slots:int trained | mean:float weight | least:float | largest:float | "
+            f"law:float {law.kind} gives"
+        ),
         rows=tuple(rows),
         chart=Chart(kind="profile", x="slot", y="mean"),
         detail=True,

@@ -1,8 +1,8 @@
 """Whether more of the drafts moves with the seed than the noise at fc's input explains.
 
-    found = behind(step, states, runs, real, width)
+    found = measure_downstream_noise(step, states, runs, seeds, real, clean)
 
-Under two seeds fc's input differs by the declared noise. The second seed is therefore asked again with states that have
+Under two seeds fc's input differs by the declared noise. The second seed is therefore run again with states that have
 the difference of both draws put in beforehand, so that fc is fed the first seed's input once more, up to rounding. What
 still differs in the drafts then came in behind fc's input. How far rounding moves them is measured beside it: under the
 first seed, with states moved by a few units in their last place.
@@ -18,16 +18,16 @@ from torch import Tensor
 
 from parity.probes.adapters.base import AdapterStep
 
-ROUNDS = 3
+CORRECTIONS = 3
 """Times that states are corrected: noise that grows with its state is met up to rounding in two or three."""
-ROUNDINGS = 4.0
+NOISE_ROUNDINGS = 4.0
 """Times the measured rounding, which is a root mean square over all slots and channels."""
 UNITS = 32
 """In the last place, by which wide states are moved to see what rounding does."""
-LEAST = 0.01
-"""Of 16-bit states that are moved."""
+LEAST_MOVED = 0.01
+"""Share of 16-bit states that are moved."""
 POWERLESS_NOTE = 0.25
-"""Of what the noise at fc's input itself moves the drafts by: a limit above says that nothing was told."""
+"""Of what the noise at fc's input itself moves the drafts by: a limit above means that nothing was decided."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +51,8 @@ class DownstreamNoise:
         return self.moved > self.limit
 
 
-def apart(a: AdapterStep, b: AdapterStep) -> float:
-    """Root mean square of the difference of what enters the head, of its own."""
+def measure_draft_change(a: AdapterStep, b: AdapterStep) -> float:
+    """Root mean square of the difference of what enters the head in two steps, relative to the first's own."""
     first, second = a.hidden.detach().double(), b.hidden.detach().double()
     size = float(first.square().mean().sqrt())
     return float((first - second).square().mean().sqrt()) / size if size else 0.0
@@ -66,26 +66,39 @@ def _gap(a: AdapterStep, b: AdapterStep, real: Tensor) -> Tensor:
 
 
 def _size(gap: Tensor) -> float:
+    """Root mean square."""
     return float(gap.square().mean().sqrt())
 
 
-def rounding(
+def measure_input_rounding(
     step: Callable[[Tensor], AdapterStep], states: Tensor, first: AdapterStep, real: Tensor, gap: float = 0.0
 ) -> tuple[float, float]:
-    """How far states moved by a few units in the last place move the drafts, and fc's input. step: under the first
-    seed. In wide states all are moved by `UNITS`: a drafter that computes in 16 bits rounds another way then in a few
-    places at least. In 16-bit states as many by one as make `gap`, the root mean square at fc's input."""
+    """How far states that are moved by a few units in the last place move the drafts, and fc's input.
+
+    In wide states all are moved by `UNITS`: a drafter that computes in 16 bits then rounds another way in a few places
+    at least. In 16-bit states as many are moved by one unit as make `gap`.
+
+    Args:
+        step: runs the trainer on states, under the first seed.
+        states: [S, N, D].
+        first: the step on them.
+        real: bool [S] tokens that are no padding.
+        gap: root mean square that is to be made at fc's input.
+
+    Returns:
+        What moved: the drafts, relative; fc's input, root mean square.
+    """
     eps = max(torch.finfo(each.dtype).eps for each in (states, first.fc_input))
     generator = torch.Generator().manual_seed(3)
     sign = (torch.randint(0, 2, states.shape, generator=generator) * 2 - 1).double()
     if states.dtype.itemsize == 2:
         all_of_them = eps * float(states.double().square().mean().sqrt())
-        share = min(1.0, max((gap / all_of_them) ** 2, LEAST)) if all_of_them else 1.0
+        share = min(1.0, max((gap / all_of_them) ** 2, LEAST_MOVED)) if all_of_them else 1.0
         unit = sign * (torch.rand(states.shape, generator=generator) < share)
     else:
         unit = sign * UNITS
     shown = step((states.double() * (1 + unit.to(states.device) * eps)).to(states.dtype))
-    return apart(first, shown), _size(_gap(first, shown, real))
+    return measure_draft_change(first, shown), _size(_gap(first, shown, real))
 
 
 def measure_downstream_noise(
@@ -96,16 +109,22 @@ def measure_downstream_noise(
     real: Tensor,
     clean: Tensor,
 ) -> DownstreamNoise:
-    """From the first two of `runs`, whose inputs of fc differ.
+    """What moves the drafts behind fc's input, from two runs whose inputs of fc differ.
 
-    step(states, seed) runs the trainer; states [S, N, D]; real bool [S]; clean [S, F] fc's input without noise, by
-    which each slice of fc is found among the captured ones.
+    Args:
+        step: runs the trainer on states, under a seed.
+        states: [S, N, D].
+        runs: steps on them, of which the first two are used.
+        seeds: of the runs.
+        real: bool [S] tokens that are no padding.
+        clean: [S, F] fc's input without noise, by which each slice of fc is found among the captured ones.
     """
+    # Correct the second seed's states until fc's input is the first seed's, as near as it gets.
     first, second = runs[0], runs[1]
     order = _order(states, clean)
     moved, best = states, second
     gap = _gap(first, second, real)
-    for _ in range(ROUNDS):
+    for _ in range(CORRECTIONS):
         moved = moved.clone()
         for at, number in enumerate(order):
             part = gap[:, at * states.shape[2] : (at + 1) * states.shape[2]]
@@ -120,13 +139,16 @@ def measure_downstream_noise(
             clean[real].square().mean().sqrt()
         ):
             break
-    by_rounding, by_input = rounding(lambda near: step(near, seeds[0]), states, first, real, _size(gap))
+    # What rounding does, enlarged where the input was met less well than rounding would have it.
+    by_rounding, by_input = measure_input_rounding(
+        lambda near: step(near, seeds[0]), states, first, real, _size(gap)
+    )
     more = _size(gap) / by_input if by_input else float("inf")
-    limit = ROUNDINGS * by_rounding * max(1.0, more) if by_rounding else float("inf")
+    limit = NOISE_ROUNDINGS * by_rounding * max(1.0, more) if by_rounding else float("inf")
     return DownstreamNoise(
-        moved=apart(first, best),
+        moved=measure_draft_change(first, best),
         limit=limit,
-        whole=apart(first, second),
+        whole=measure_draft_change(first, second),
     )
 
 

@@ -1,12 +1,12 @@
 """Whether every place has a draw of its own: noise that is shared between slices, tokens, channels or seeds.
 
-    found = shared(added, batch)          # [] where every place has its own
+    found = find_shared_draws(added, seeds, document, position)          # [] where every place has its own
 
 Two rows of noise a, b with independent signs give z = sum(a b) / sqrt(sum(a^2 b^2)), and P(|z| > x) <= 2 exp(-x^2 / 2)
 by Hoeffding's inequality, whatever the magnitudes are: exact for every symmetric noise, also one that is rounded or
-grows with the state. The largest z of M pairs is held against sqrt(2 ln(2 M / FALSE_ALARM)). Channels are many and
-their rows short, so they are asked together: the squared sums over a slice's channels, of the summed squares, are 1 for
-independent signs, and chi-square distributed (as many degrees of freedom as rows) where magnitudes are alike.
+grows with the state. The limit of the largest z of M pairs is sqrt(2 ln(2 M / FALSE_ALARM)). Channels are many and
+their rows short, so they are tested together: the squared sums over a slice's channels, of the summed squares, are 1
+for independent signs, and chi-square distributed (as many degrees of freedom as rows) where magnitudes are alike.
 
 Shapes: R runs that differ by the seed, T tokens, C slices of D channels.
 """
@@ -21,9 +21,9 @@ from scipy.special import chdtri
 from torch import Tensor
 
 FALSE_ALARM = 1e-6
-"""Chance that one of the four questions (slices, tokens, seeds, channels) is answered wrongly of healthy noise."""
-LEAST = 0.02
-"""Least correlation that is told, however large the row is."""
+"""Chance that one of the four tests (slices, tokens, seeds, channels) fails on healthy noise."""
+LEAST_CORRELATION = 0.02
+"""Least correlation that is reported, however large the row is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,14 @@ class SharedDraw:
 def find_shared_draws(
     added: Tensor, seeds: Sequence[int], document: Tensor, position: Tensor
 ) -> list[SharedDraw]:
-    """What is shared in noise [R, T, C, D] added under these seeds [R], its tokens in document [T] at position [T]."""
+    """What is shared in noise, the largest correlation first.
+
+    Args:
+        added: [R, T, C, D] the noise.
+        seeds: of the R runs.
+        document: [T] of each token.
+        position: [T] within its document.
+    """
     found = [_slices(added), _tokens(added, document, position), _seeds(added, seeds), _channels(added)]
     there = sorted(
         (each for each in found if each is not None), key=lambda each: abs(each.correlation), reverse=True
@@ -56,12 +63,14 @@ def find_shared_draws(
     return [first, *(each for each in there[1:] if abs(each.correlation) > wider * each.limit)]
 
 
-def mean_of(added: Tensor) -> tuple[float, float]:
-    """Mean of the noise in units of its root mean square, and the limit at which independent signs leave it."""
+def measure_noise_mean(added: Tensor) -> tuple[float, float]:
+    """Mean of the noise [...] in units of its root mean square, and the limit at which independent signs leave it."""
     square = added.square()
     size = float(square.sum())
     limit = math.sqrt(2 * math.log(2 / FALSE_ALARM))
-    return float(added.sum()) / math.sqrt(size * added.numel()), max(LEAST, limit / math.sqrt(added.numel()))
+    return float(added.sum()) / math.sqrt(size * added.numel()), max(
+        LEAST_CORRELATION, limit / math.sqrt(added.numel())
+    )
 
 
 def _pair(a: Tensor, b: Tensor, pairs: int) -> tuple[float, float]:
@@ -71,14 +80,14 @@ def _pair(a: Tensor, b: Tensor, pairs: int) -> tuple[float, float]:
     if not size:
         return 0.0, 1.0
     limit = math.sqrt(2 * math.log(2 * pairs / FALSE_ALARM)) * float(product.square().sum().sqrt()) / size
-    return float(product.sum()) / size, max(LEAST, limit)
+    return float(product.sum()) / size, max(LEAST_CORRELATION, limit)
 
 
-def _largest(
-    named: dict[tuple[int, int], tuple[float, float]],
-) -> tuple[tuple[int, int], float, float] | None:
-    """The pair whose correlation is furthest above its limit, if any is."""
-    over = {pair: each for pair, each in named.items() if abs(each[0]) > each[1]}
+def _find_pair(rows: Sequence[Tensor]) -> tuple[tuple[int, int], float, float] | None:
+    """Of all pairs of rows: the one whose correlation is furthest above its limit, with both; None where none is."""
+    pairs = list(combinations(range(len(rows)), 2))
+    found = {(a, b): _pair(rows[a], rows[b], len(pairs)) for a, b in pairs}
+    over = {pair: each for pair, each in found.items() if abs(each[0]) > each[1]}
     if not over:
         return None
     pair = max(over, key=lambda each: abs(over[each][0]))
@@ -86,8 +95,8 @@ def _largest(
 
 
 def _slices(added: Tensor) -> SharedDraw | None:
-    pairs = list(combinations(range(added.shape[2]), 2))
-    worst = _largest({(a, b): _pair(added[:, :, a], added[:, :, b], len(pairs)) for a, b in pairs})
+    """Pairs of slices, over all runs, tokens and channels."""
+    worst = _find_pair(added.unbind(2))
     if worst is None:
         return None
     (a, b), size, limit = worst
@@ -96,14 +105,13 @@ def _slices(added: Tensor) -> SharedDraw | None:
 
 
 def _seeds(added: Tensor, seeds: Sequence[int]) -> SharedDraw | None:
-    pairs = list(combinations(range(len(added)), 2))
-    worst = _largest({(a, b): _pair(added[a], added[b], len(pairs)) for a, b in pairs})
+    """Pairs of runs, over all tokens, slices and channels."""
+    worst = _find_pair(added.unbind(0))
     if worst is None:
         return None
     (a, b), size, limit = worst
-    words = (
-        f"the noise under seeds {seeds[a]} and {seeds[b]} has a correlation of {size:.3f} (limit {limit:.2g})"
-    )
+    names = f"seeds {seeds[a]} and {seeds[b]}"
+    words = f"the noise under {names} has a correlation of {size:.3f} (limit {limit:.2g})"
     return SharedDraw(over="seeds", words=words, copies=len(added), correlation=size, limit=limit)
 
 
@@ -118,7 +126,7 @@ def _tokens(added: Tensor, document: Tensor, position: Tensor) -> SharedDraw | N
     scale = (size[:, None] * size).clamp(min=1e-300)
     correlation = (rows @ rows.T) / scale
     bound = math.sqrt(2 * math.log(count * (count - 1) / FALSE_ALARM))
-    limit = (bound * (square @ square.T).sqrt() / scale).clamp(min=LEAST)
+    limit = (bound * (square @ square.T).sqrt() / scale).clamp(min=LEAST_CORRELATION)
     upper = torch.ones(count, count, dtype=torch.bool).triu(1)
     over = (correlation.abs() > limit) & upper
     if not over.any():
@@ -146,7 +154,7 @@ def _channels(added: Tensor) -> SharedDraw | None:
         return None
     ratio = float(added.sum(-1).square().sum()) / total
     rows = total**2 / float(own.square().sum())  # as many rows of equal size
-    limit = max(LEAST, (float(chdtri(rows, FALSE_ALARM)) / rows - 1) / (width - 1))
+    limit = max(LEAST_CORRELATION, (float(chdtri(rows, FALSE_ALARM)) / rows - 1) / (width - 1))
     size = (ratio - 1) / (width - 1)
     if size <= limit:
         return None

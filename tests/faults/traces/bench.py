@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,8 +14,10 @@ from torch import Tensor
 from parity.capturing.prompts import Prompt
 from parity.model.target.backends import parse_backend
 from parity.model.target.input_layouts import InputLayout, run_layout
-from parity.model.target.load import Target, TargetSpec, describe_taps, load_target
+from parity.model.target.load import Target, load_target
 from parity.model.target.prompt_ids import entries as entries_of
+from parity.model.target.spec import TargetSpec
+from parity.model.target.taps import describe_taps
 from parity.model.tiny.corpus import conversation
 from parity.model.tiny.embedded import find_embedded_target
 from parity.tracing.trace import (
@@ -155,7 +157,7 @@ class Bench:
 
 def target_order(target: Target) -> list[str]:
     """Names of the taps that are recorded by default."""
-    from parity.model.target.load import select_taps
+    from parity.model.target.taps import select_taps
 
     return [*select_taps(target, None), "logits"]
 
@@ -174,7 +176,7 @@ def entry(name: str, ids: Sequence[int], prompt_tokens: int | None = None) -> Re
 def embedded_bench(folder: Path, operator: Callable[..., Any]) -> Bench:
     """The embedded target on held-out conversations of its corpus."""
     prompts = [
-        asdict(Prompt(id=f"r{seed}", messages=tuple(dict(m) for m in conversation(seed, "held_out", length))))
+        Prompt(id=f"r{seed}", messages=tuple(dict(m) for m in conversation(seed, "held_out", length)))
         for seed, length in ((1, 170), (2, 150), (3, 110))
     ]
     made = sorted(

@@ -16,6 +16,7 @@ from torch import Tensor
 from parity.model.target import input_layouts
 from parity.model.target.input_layouts import InputLayout
 from parity.model.target.load import Target
+from parity.model.target.taps import TapRecorder
 from parity.tracing.trace import BackendProof, RequestEntry, Trace
 from tests.faults.traces.bench import Bench, Rows, patched
 
@@ -308,7 +309,7 @@ def masked(change: Callable[[Tensor], Tensor]) -> Callable[[Bench], Any]:
 @contextlib.contextmanager
 def scaled(bench: Bench) -> Iterator[None]:
     """The softmax scale is that of another head width."""
-    modules = [m for m in bench.target().model.modules() if hasattr(m, "scaling")]
+    modules: list[Any] = [m for m in bench.target().model.modules() if hasattr(m, "scaling")]
     kept = [module.scaling for module in modules]
     for module in modules:
         module.scaling = module.scaling * 2**0.5
@@ -338,7 +339,7 @@ def nothing_to_see(bench: Bench) -> Any:
 
 def recorded(change: Callable[[Any, Any, str, Tensor], None]) -> Callable[[Bench], Any]:
     """Another hook: change(original, recorder, tap, value)."""
-    return lambda bench: patched(input_layouts._EveryRow, "_keep", change)
+    return lambda bench: patched(TapRecorder, "_keep", change)
 
 
 def renamed(new: Callable[[int], int | None]) -> Callable[[Bench], Any]:
@@ -362,10 +363,10 @@ def reordered(change: Callable[[Rows], Rows]) -> Make:
     """Rows that the capture lays down in the wrong places: change(the taps of one request)."""
 
     def make(bench: Bench, healthy: Trace) -> Pair:
-        def by_row(body: Any, recorder: Any, feed: InputLayout) -> Any:
-            return tuple(change(rows) for rows in body(recorder, feed))
+        def remove_padding(body: Any, taps: Any, feed: InputLayout) -> Any:
+            return tuple(change(rows) for rows in body(taps, feed))
 
-        with patched(input_layouts._EveryRow, "by_row", by_row):
+        with patched(input_layouts, "_remove_padding", remove_padding):
             return captured(bench), healthy
 
     return make

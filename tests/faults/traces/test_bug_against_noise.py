@@ -20,7 +20,8 @@ from parity.comparison.records import TapResult
 from parity.comparison.traces import compare_traces
 from parity.model.target.backends import parse_backend
 from parity.model.target.capture import capture
-from parity.model.target.load import Target, TargetSpec, load_target
+from parity.model.target.load import Target, load_target
+from parity.model.target.spec import TargetSpec, TraceOptions
 from parity.tracing.trace import Trace
 
 LAYERS, FAULTY, TOKENS = 24, 12, 64
@@ -151,15 +152,13 @@ class Bench:
 def traced(target: Target, folder: Path, backend: str = "torch", **options: Any) -> Trace:
     ids = [(11 * n + n * n // 7) % 64 for n in range(TOKENS)]
     request = {"id": "r", "token_ids": ids, "origin": "given", "prompt_tokens": TOKENS, "token_texts": []}
-    taps = ["states"]
     capture(
         target,
         [request],
         folder,
+        TraceOptions(taps=("states",), **options),
         backend=parse_backend(backend),
         fingerprint=folder.name,
-        taps=taps,
-        **options,
     )
     return Trace.open(folder)
 

@@ -4,7 +4,6 @@ Planted in the model's own code path (its operators, its parameters), never in t
 """
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,17 @@ import pytest
 import torch
 
 from parity.capturing.prompts import Prompt
-from parity.commands.check import UNREAD, _CapturePlan, check
+from parity.commands.check import check
+from parity.commands.gather import UNREAD, CaptureRun
 from parity.comparison.traces import Comparison, compare_traces
 from parity.diagnosis.kinds import diagnose, diagnose_or_why
 from parity.diagnosis.records import Diagnosis
 from parity.diagnosis.report import comparison_report
 from parity.model.target.backends import parse_backend
 from parity.model.target.capture import capture
-from parity.model.target.load import Target, TargetSpec, load_target
+from parity.model.target.load import Target, load_target
 from parity.model.target.prompt_ids import entries
+from parity.model.target.spec import TargetSpec
 from parity.model.tiny.corpus import conversation
 from parity.model.tiny.embedded import find_embedded_target
 from parity.probes.base import Evidence
@@ -33,7 +34,7 @@ Fault = Callable[[Target, Any], Any]
 def request_() -> dict[str, Any]:
     """A held-out conversation of the embedded corpus: more than two chunks of the delta rule."""
     messages = tuple(dict(message) for message in conversation(1, "held_out", 170))
-    prompt = asdict(Prompt(id="r", messages=messages))
+    prompt = Prompt(id="r", messages=messages)
     made = entries(str(find_embedded_target("hybrid")), None, [prompt], None)[0]
     assert len(made.token_ids) > 128
     return made.model_dump()
@@ -182,7 +183,7 @@ def test_check_names_the_fault_by_its_kind(
         absent={},
         target=UNREAD | {"layer_types": healthy.manifest.target.layer_types},
     )
-    monkeypatch.setattr(_CapturePlan, "evidence", lambda _: evidence)
+    monkeypatch.setattr(CaptureRun, "gather", lambda _: evidence)
     asked: list[str] = []
 
     def counted(comparison: Comparison, a: Trace, b: Trace) -> Diagnosis | None:

@@ -29,7 +29,8 @@ from parity.model.drafting.decode import (
     tau,
 )
 from parity.model.drafting.session import EmbeddingAndHead, Rollback, TargetSession
-from parity.model.target.load import Target, TargetSpec, load_target
+from parity.model.target.load import Target, load_target
+from parity.model.target.spec import TargetSpec
 from parity.model.tiny.embedded import find_embedded_target
 from parity.model.training.anchors import block_ids, blocks_at
 from parity.model.training.loss import LossConfig, Uniform, objective
@@ -96,7 +97,7 @@ def _prompts(vocabulary: int, count: int, length: int = 9) -> list[list[int]]:
 
 def _own_greedy(target: Target, prompt: list[int], new: int) -> list[int]:
     """The target's greedy output by transformers' own `generate`."""
-    out = target.model.generate(
+    out = target.model.generate(  # type: ignore[operator]
         torch.tensor([prompt]), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     return [int(token) for token in out[0, len(prompt) :]]

@@ -18,7 +18,8 @@ from parity.model.dflash.export import (
     save_speculators,
     save_zlab,
 )
-from parity.model.target.load import TargetSpec, load_target
+from parity.model.target.load import load_target
+from parity.model.target.spec import TargetSpec
 from parity.model.training.vocabulary import DraftVocab
 
 WIRING = TargetLayers(

@@ -13,8 +13,10 @@ from parity.capturing.client import Worker, capture_with
 from parity.errors import ParityError
 from parity.model.target import backends
 from parity.model.target.backends import Backend, CallRecorder, implementation_of, parse_backend, prove
-from parity.model.target.load import TargetSpec, forward, load_target
+from parity.model.target.forward import forward
+from parity.model.target.load import load_target
 from parity.model.target.operator_replay import load_calls, replay, save_calls
+from parity.model.target.spec import TargetSpec
 from parity.tracing.trace import Trace
 
 IDS = [(5 * i) % 61 for i in range(12)]

@@ -8,7 +8,9 @@ from torch import nn
 
 from parity.model.target import golden
 from parity.model.target.backends import parse_backend
-from parity.model.target.load import TargetSpec, forward, load_target
+from parity.model.target.forward import forward
+from parity.model.target.load import load_target
+from parity.model.target.spec import TargetSpec
 
 
 def draw(*shape: int) -> torch.Tensor:

@@ -7,8 +7,10 @@ import torch
 
 from parity.errors import ParityError
 from parity.model.target.backends import parse_backend
+from parity.model.target.forward import forward
 from parity.model.target.input_layouts import InputLayout, run_layout
-from parity.model.target.load import Target, TargetSpec, forward, load_target
+from parity.model.target.load import Target, load_target
+from parity.model.target.spec import TargetSpec
 
 IDS = tuple((5 * i + i * i) % 60 + 1 for i in range(70))
 

@@ -11,15 +11,10 @@ from safetensors.torch import load_file, save_file
 from parity.errors import ParityError
 from parity.model.target.backends import parse_backend
 from parity.model.target.capture import capture
-from parity.model.target.load import (
-    TargetSpec,
-    canonical,
-    forward,
-    forward_steps,
-    load_target,
-    select_taps,
-    tap_infos,
-)
+from parity.model.target.forward import forward, forward_steps
+from parity.model.target.load import canonical, load_target
+from parity.model.target.spec import CaptureEvent, TargetSpec
+from parity.model.target.taps import select_taps, tap_infos
 from parity.model.target.vision_language import build_vision_wrapper
 
 IDS = [(5 * i) % 61 for i in range(70)]
@@ -140,11 +135,11 @@ def test_float32_parameters_of_a_bf16_checkpoint_stay(hybrid_bf16: Path) -> None
     stored = load_file(hybrid_bf16 / "model.safetensors")
     for dtype in ("bfloat16", "auto"):
         target = load_target(TargetSpec(model=str(hybrid_bf16), dtype=dtype))
-        layer = target.linear[0]
+        a_log = target.linear[0].get_parameter("A_log")
         assert target.dtype == "bfloat16" and len(target.kept_float32) == 6
         key = next(name for name in stored if name.endswith("layers.0.linear_attn.A_log"))
-        assert torch.equal(layer.A_log, stored[key]) and layer.A_log.dtype == torch.float32
-        assert not torch.equal(layer.A_log, layer.A_log.bfloat16().float())
+        assert torch.equal(a_log, stored[key]) and a_log.dtype == torch.float32
+        assert not torch.equal(a_log, a_log.bfloat16().float())
 
 
 def test_rounding_is_asked_for_and_seen_in_the_identity(hybrid_bf16: Path) -> None:
@@ -152,7 +147,8 @@ def test_rounding_is_asked_for_and_seen_in_the_identity(hybrid_bf16: Path) -> No
         load_target(TargetSpec(model=str(hybrid_bf16), dtype="float32", round_float32=value))
         for value in (False, True)
     )
-    assert torch.equal(rounded.linear[0].A_log, kept.linear[0].A_log.bfloat16().float())
+    a_log, low = (target.linear[0].get_parameter("A_log") for target in (kept, rounded))
+    assert torch.equal(low, a_log.bfloat16().float())
     differing = {
         key for key, value in kept.identity.weights.items() if rounded.identity.weights[key] != value
     }
@@ -280,8 +276,8 @@ def test_resuming_with_other_weights_is_refused(hybrid: Path, tmp_path: Path) ->
         for i in range(3)
     ]
 
-    def interrupt(done: int, **_: Any) -> None:
-        if done == 2:
+    def interrupt(event: CaptureEvent) -> None:
+        if event["done"] == 2:
             raise KeyboardInterrupt
 
     def go(progress: Any) -> None:
@@ -294,5 +290,5 @@ def test_resuming_with_other_weights_is_refused(hybrid: Path, tmp_path: Path) ->
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ParityError, match="unfinished capture of other settings"):
-        go(lambda **_: None)
+        go(lambda event: None)
     assert not (tmp_path / "t").exists()

@@ -304,7 +304,8 @@ def test_rewritten_turns_are_tokenised_and_cached(tmp_path: Path, tokenizer: Any
 
 
 def test_responses_are_the_targets_own_greedy_text(tokenizer: Any) -> None:
-    from parity.model.target.load import TargetSpec, load_target
+    from parity.model.target.load import load_target
+    from parity.model.target.spec import TargetSpec
 
     target = load_target(TargetSpec(model=str(embedded.find_embedded_target("dense")), dtype="float32"))
     asked = [corpus.prompts(4)[n] + [{"role": "assistant", "content": "?"}] for n in range(4)]
@@ -316,6 +317,8 @@ def test_responses_are_the_targets_own_greedy_text(tokenizer: Any) -> None:
             history, add_generation_prompt=True, return_dict=True, return_tensors="pt", enable_thinking=False
         )["input_ids"]
         with torch.inference_mode():
-            alone = target.model.generate(input_ids=ids, do_sample=False, max_new_tokens=24)
+            alone = target.model.generate(  # type: ignore[operator]
+                input_ids=ids, do_sample=False, max_new_tokens=24
+            )
         text = tokenizer.decode(alone[0, ids.shape[1] :].tolist()).split("<|im_end|>")[0]
         assert chat_[-1]["content"] == text

@@ -16,7 +16,9 @@ from parity.comparison.tolerance import TapFloor, judge_tap
 from parity.errors import NothingComparable, ParityError
 from parity.model.target.backends import parse_backend
 from parity.model.target.capture import capture
-from parity.model.target.load import Target, TargetSpec, forward, load_target
+from parity.model.target.forward import forward
+from parity.model.target.load import Target, load_target
+from parity.model.target.spec import TargetSpec, TraceOptions
 from parity.tracing.trace import Trace
 
 LAYERS = 24
@@ -57,7 +59,8 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def traced(target: Target, folder: Path, **options: Any) -> Trace:
     request = {"id": "r", "token_ids": IDS, "origin": "given", "prompt_tokens": len(IDS), "token_texts": []}
-    capture(target, [request], folder, backend=parse_backend("torch"), fingerprint=folder.name, **options)
+    trace = TraceOptions(**options)
+    capture(target, [request], folder, trace, backend=parse_backend("torch"), fingerprint=folder.name)
     return Trace.open(folder)
 
 

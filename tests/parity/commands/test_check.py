@@ -1,31 +1,82 @@
 """`parity check` as a whole: on the embedded target, with fla hidden, with a worker that dies."""
 
+import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from parity.capturing.client import Worker, WorkerCrash
 from parity.commands import check
+from parity.commands.check_target import TargetOptions
+from parity.commands.plan import FLOORS, OPERATORS
+from parity.commands.suspicions import summarise_suspicions
 from parity.errors import ParityError
 from parity.probes.ask import wiring_probes
-from parity.probes.table import TABLE
+from parity.probes.base import Evidence, ProbeAnswer
+from parity.probes.table import TABLE, ProbeEntry, list_suspicions
 from parity.reports import to_html, to_text
 from parity.reports.record import Finding, Report
 from parity.tracing.trace import Trace
 
 
+class ReadMapping(dict[str, Any]):
+    """A mapping that notes which of its keys were looked up."""
+
+    def __init__(self, values: Mapping[str, Any], read: set[str], suffix: str) -> None:
+        super().__init__(values)
+        self.read, self.suffix = read, suffix
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key + self.suffix)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key) + self.suffix)
+        return super().__contains__(key)
+
+
+READ: dict[str, set[str]] = {}
+"""Trace probe -> the captures and recorded calls that it looked up in the full check."""
+
+
 @pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+def checked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Report, Path]]:
     """One full check of the embedded target: the first answer a new user gets."""
     traces = tmp_path_factory.mktemp("check") / "traces"
-    return check.check(traces=traces), traces
+    run = check._run_probe
+
+    def noting(entry: ProbeEntry, evidence: Evidence) -> ProbeAnswer:
+        read = READ.setdefault(entry.name, set())
+        noted = replace(
+            evidence,
+            traces=ReadMapping(evidence.traces, read, ""),
+            operators=ReadMapping(evidence.operators, read, OPERATORS),
+            _floors={},
+        )
+        return run(entry, noted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "_run_probe", noting)
+        yield check.check(traces=traces), traces
+
+
+def test_a_probe_reads_what_its_entry_needs_and_no_more(checked: tuple[Report, Path]) -> None:
+    """What it reads beside its needs is there in a full check, and missing where the probe is asked alone."""
+    for entry in TABLE:
+        if entry.asks == "traces":
+            needs = {part for need in entry.needs for part in FLOORS.get(need, (need,))}
+            assert READ[entry.name] <= needs, entry.name
 
 
 def finding(report: Report, name: str) -> Finding:
@@ -36,7 +87,7 @@ def test_everything_passes_and_every_suspicion_is_ruled_out(checked: tuple[Repor
     report, _ = checked
     assert report.outcome == "pass" and {f.outcome for f in report.findings} == {"pass"}
     verdicts = {s.name: s.verdict for s in report.suspicions}
-    assert set(verdicts.values()) == {"ruled out"} and len(verdicts) == 23
+    assert set(verdicts.values()) == {"ruled out"} and len(verdicts) == len(list_suspicions())
 
 
 def test_the_trainer_is_stated_beside_the_target(checked: tuple[Report, Path]) -> None:
@@ -153,6 +204,21 @@ def test_dense_model_says_what_was_not_asked(models: dict[str, Path], tmp_path: 
     assert finding(report, "golden").outcome == finding(report, "loading.AutoModel").outcome == "pass"
 
 
+def test_every_option_is_documented_and_no_other_is_taken() -> None:
+    """The options of the target are keywords as any other: help(parity.check) lists them, and a misspelt one fails."""
+    documented = set(re.findall(r"^        (\w+): ", str(check.check.__doc__), flags=re.MULTILINE)) - {
+        "ParityError"
+    }
+    named = {
+        name
+        for name, each in inspect.signature(check.check).parameters.items()
+        if each.kind == each.KEYWORD_ONLY
+    }
+    assert documented == named | TargetOptions.__annotations__.keys()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'modell'"):
+        check.check(modell="x")  # type: ignore[call-arg]
+
+
 def test_unknown_model_is_the_users_to_put_right() -> None:
     with pytest.raises(ParityError, match="no such folder"):
         check.check(model="/no/such/model")
@@ -222,9 +288,7 @@ def test_suspicions(outcomes: list[str], verdict: str) -> None:
         Finding(name=f"golden.{i}", outcome=outcome, sentence="s", next_step="n")  # type: ignore[arg-type]
         for i, outcome in enumerate(outcomes)
     ]
-    answer = next(
-        s for s in check.summarise_suspicions(findings) if s.name == "torch's fallback itself is wrong"
-    )
+    answer = next(s for s in summarise_suspicions(findings) if s.name == "torch's fallback itself is wrong")
     assert answer.verdict == verdict
 
 
@@ -238,7 +302,7 @@ def test_crash_of_the_reference_is_a_finding(
     def dying(self: Worker, do: str, *args: object, **job: object) -> object:
         if self.backend == "torch" and do == "describe":
             os.kill(self._process.pid, signal.SIGSEGV)
-        return original(self, do, *args, **job)  # type: ignore[arg-type]
+        return original(self, do, *args, **job)  # type: ignore[call-overload]
 
     monkeypatch.setattr(Worker, "call", dying)
     report = check.check(model=str(hybrid), prompts=tmp_path / "p.jsonl")

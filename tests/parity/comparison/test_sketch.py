@@ -14,8 +14,9 @@ from parity.comparison.traces import compare_traces
 from parity.errors import ParityError
 from parity.model.target.backends import parse_backend
 from parity.model.target.capture import capture
-from parity.model.target.load import TargetSpec, load_target
+from parity.model.target.load import load_target
 from parity.model.target.sketching import DIMS, RESOLUTION, SEED, signs, sketch
+from parity.model.target.spec import TargetSpec, TraceOptions
 from parity.tracing.trace import SKETCH_SCHEMA, SketchInfo, Trace, TraceWriter
 
 WriteTrace = Callable[..., Trace]
@@ -201,9 +202,9 @@ def test_a_capture_writes_sketches(hybrid_bf16: Path, tmp_path: Path) -> None:
             target,
             requests,
             tmp_path / name,
+            TraceOptions(sketch=name == "sketch"),
             backend=parse_backend("torch"),
             fingerprint=name,
-            sketch=name == "sketch",
         )
     trace = open_trace(tmp_path / "sketch")
     assert isinstance(trace, SketchTrace) and trace.manifest.backend.valid and trace.manifest.backend.calls

@@ -1,6 +1,9 @@
 """Whole comparisons of synthetic traces: silent on benign noise, failing at the right place on each fault."""
 
+import dataclasses
+import inspect
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from parity.commands.compare import compare
+from parity.commands.compare import CompareKeywords, CompareOptions, compare
 from parity.comparison.records import Comparison, HeatMap
 from parity.comparison.tolerance import Floor, Policy, TapLimits
 from parity.comparison.traces import compare_traces, measure_floor
@@ -428,3 +431,20 @@ def test_paths_progress_and_identity(write_trace: WriteTrace, tmp_path: Path) ->
     assert found.identity == ("other values in layers.0.A_log", "only side b has v")
     assert found.taps[0].judgement.judged_by.startswith("policy")
     assert math.isclose(found.taps[0].cosine_min, 1.0)
+
+
+def test_options_of_a_comparison_are_keywords_of_the_public_function_and_in_its_help() -> None:
+    fields = {field.name for field in dataclasses.fields(CompareOptions)}
+    assert fields == set(CompareKeywords.__annotations__)
+    listed = set(re.findall(r"^ {8,}(\w+):", inspect.getdoc(compare) or "", re.M))
+    assert fields <= listed
+
+
+@pytest.mark.parametrize(
+    ("options", "found"), [({"threads": 0}, "0 threads"), ({"align": "rows"}, "align='rows'")]
+)
+def test_options_of_a_comparison_are_checked(options: dict[str, object], found: str, tmp_path: Path) -> None:
+    with pytest.raises(ParityError, match=found):
+        compare(tmp_path, tmp_path, **options)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="flor"):
+        compare(tmp_path, tmp_path, flor="x")  # type: ignore[call-arg]

@@ -257,4 +257,4 @@ def test_probes_lists_every_kind_and_every_deviation(capsys: pytest.CaptureFixtu
     said = {" ".join(line.split()) for line in lines}
     assert {f"{kind}: {meaning}" for kind, meaning in MEANING.items()} <= said
     words = {word.strip(",") for line in lines for word in line.split()}
-    assert {row.name for row in DEVIATIONS} <= words and max(map(len, lines)) <= 80
+    assert DEVIATIONS.keys() <= words and max(map(len, lines)) <= 80

@@ -8,8 +8,10 @@ import pytest
 
 from parity.errors import ParityError
 from parity.gating.conformance import compare_statements, is_statement, read_conformance, save_conformance
+from parity.gating.gate import gate
 from parity.reports import to_json
 from parity.reports.record import Conformance, Finding, Report, Statement
+from parity.watching.step_report import compare_wiring
 
 LOSS = Statement(
     probe="loss", sentence="hard CE, gamma 4.00", facts=(("loss.gamma", 4.0), ("loss.kind", "exp"))
@@ -138,3 +140,45 @@ def test_the_command_compares_two_statements(tmp_path: Path, capsys: pytest.Capt
     assert run(["compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 0
     assert run(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 1
     assert "loss.gamma: 4 -> 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "then", "now", "same"),
+    [
+        ("loss.gamma", 4.0, 5.0, False),  # the smallest injected change of gamma
+        ("loss.gamma", 4.0, 4.07, True),
+        ("loss.gamma", 4.0, 4.1, False),
+        ("loss.share.kl", 0.0, 0.01, False),  # 1 % KL, the smallest injected term
+        ("loss.share.ce", 0.5, 0.51, False),
+        ("loss.share.ce", 0.5, 0.504, True),
+        ("teacher.capture_kl", 1e-13, 9e-13, True),  # a residual moves by more than 2 % of itself
+        ("labels.slots", 1000, 1001, False),  # a count
+        ("noise.moves_labels", False, True, False),
+        ("loss.denominator", 20.0, 40.0, True),  # a measurement
+    ],
+)
+def test_gate_watch_and_compare_have_one_identity_of_a_wiring(
+    name: str, then: float, now: float, same: bool
+) -> None:
+    """One function decides, also about a baseline from before statements, whose findings hold the facts."""
+    sides = [
+        replace(
+            ONE, statements=(Statement(probe="loss", sentence="s", facts=((name, v), ("loss.kind", "exp"))),)
+        )
+        for v in (then, now)
+    ]
+    assert (compare_statements(*sides).outcome == "pass") is same
+    (finding,) = compare_wiring("wiring", *sides, what="step 1")
+    assert (finding.outcome == "pass") is same
+    for conformance in (True, False):
+        reports = [
+            Report(
+                kind="check", title="", created="", command="", subject=(),
+                findings=(Finding(name="loss", outcome="pass", sentence="s", evidence=side.statements[0].facts),),
+                conformance=side if conformance else None,
+            )
+            for side in sides
+        ]  # fmt: skip
+        verdict = gate(reports[1], baseline=reports[0])
+        outcome = next(each.outcome for each in verdict.findings if each.name == "baseline.wiring")
+        assert (outcome == "pass") is same, conformance

@@ -15,7 +15,8 @@ from parity.cli import main as cli
 from parity.comparison.traces import compare_traces
 from parity.diagnosis.report import comparison_report
 from parity.errors import NothingComparable, ParityError
-from parity.gating.baseline import growth, same
+from parity.gating.baseline import measure_growth
+from parity.gating.conformance import is_same_value
 from parity.gating.gate import gate
 from parity.policy import Policy
 from parity.reports import step_log, to_json
@@ -305,7 +306,7 @@ def test_a_tap_that_is_no_longer_compared_fails() -> None:
     ],
 )
 def test_what_says_the_same(then: Value, now: Value, equal: bool) -> None:
-    assert same(then, now) is equal and same(now, then) is equal
+    assert is_same_value(then, now) is equal and is_same_value(now, then) is equal
 
 
 def test_wiring_against_a_baseline() -> None:
@@ -386,9 +387,9 @@ def test_growth_takes_the_larger() -> None:
     def cells(rms: float, worst: float) -> dict[str, Value]:
         return {"error_rms": rms, "error_max": worst}
 
-    assert growth(cells(1, 4), cells(3, 4)) == 3
-    assert growth(cells(1, 4), cells(1, 8)) == 2
-    assert growth(cells(0, 0), cells(0, 1)) == float("inf")
+    assert measure_growth(cells(1, 4), cells(3, 4)) == 3
+    assert measure_growth(cells(1, 4), cells(1, 8)) == 2
+    assert measure_growth(cells(0, 0), cells(0, 1)) == float("inf")
 
 
 # a real comparison, and the command

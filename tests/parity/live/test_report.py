@@ -15,7 +15,8 @@ from parity.errors import ParityError
 from parity.live.experiments import EXPERIMENTS
 from parity.live.formulas import causal_attention, rotary_reference
 from parity.live.report import add_experiments, experiments_for, run_live, tokens_of
-from parity.model.target.load import Target, TargetSpec, load_target
+from parity.model.target.load import Target, load_target
+from parity.model.target.spec import TargetSpec
 from parity.reports.record import Finding, Report
 from tests.faults.traces import plants
 from tests.faults.traces.bench import patched
@@ -226,7 +227,8 @@ def test_tokens_come_from_the_request_where_it_begins() -> None:
             self.id, self.token_ids = name, ids
 
     requests = [Request("a", (1, 2)), Request("b", (3, 4, 5))]
-    assert tokens_of(requests, "a") == (1, 2) and tokens_of(requests, None) == (3, 4, 5)
+    assert tokens_of(requests, "a") == (1, 2)  # type: ignore[arg-type]
+    assert tokens_of(requests, None) == (3, 4, 5)  # type: ignore[arg-type]
 
 
 def test_joined_keeps_both(healthy: Report) -> None:

@@ -19,7 +19,10 @@ from parity.tracing.trace import (
     TargetIdentity,
     Trace,
     TraceWriter,
+    layer_of,
+    tap_depth,
 )
+from tests.parity.conftest import WriteTrace
 
 REQUESTED = {"delta": "torch", "conv": "torch"}
 
@@ -316,3 +319,42 @@ def test_shard_is_checked_without_reading_tensors(tmp_path: Path) -> None:
     for _ in range(3):
         trace.shard_of(trace.request("a"))
     assert seen == ["metadata"]
+
+
+DEPTHS = {
+    # tap: stages that rounded before it, of a target with four layers
+    "embed.out": 0,
+    "embed.norm": 0,
+    "layer.0.in": 1,
+    "layer.0.out": 1,
+    "layer.2.gdn.out": 3,
+    "layer.3.out": 4,
+    "final.prenorm": 5,
+    "final.postnorm": 5,
+    "logits": 5,
+}
+
+
+@pytest.mark.parametrize("name", DEPTHS)
+def test_depth_of_a_tap(name: str, write_trace: WriteTrace) -> None:
+    """Decided once, for every floor: behind the last layer is one stage more than the last layer."""
+    assert tap_depth(name, 4) == DEPTHS[name]
+    requests = {"r0": {name: torch.ones(2, 4)}}
+    assert write_trace("whole", requests).depth(name) == DEPTHS[name]
+    assert write_trace("local", requests, mode="prefill+local").depth(name) == 1, "fed another trace's input"
+
+
+def test_depth_by_the_layer_that_a_manifest_states(write_trace: WriteTrace) -> None:
+    """Another tool's tap may not say its layer in its name."""
+    assert tap_depth("hidden_states", 4, layer=2) == 3 and tap_depth("hidden_states", 4) == 5
+    with pytest.raises(ParityError, match="tap 'layer.9.out'"):
+        write_trace("a", {"r0": {"layer.0.out": torch.ones(2, 4)}}).depth("layer.9.out")
+
+
+def test_layer_of_a_tap() -> None:
+    assert [layer_of(tap) for tap in ("layer.16.out", "layer.3.gdn.out", "embed.out", "logits")] == [
+        16,
+        3,
+        None,
+        None,
+    ]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import parity
 from parity.model.training.build import open_trainer
 from parity.model.training.distributed import gather_full_tensor
 from parity.watching.watch import Watch, WiringChanged
@@ -49,7 +50,7 @@ def trainer(out: Path, kind: str) -> dict[str, Any]:
     unwatched = plain.run(stop_after=9).losses
     running = open_trainer(training, out=out)
     Planted(running, NoisyTeacher, before=BROKEN)
-    watch = Watch(every=EVERY, probes=(*TWO, "loss"), on_fail="stop", out=out).attach(running)
+    watch = parity.watch(every=EVERY, probes=(*TWO, "loss"), on_fail="stop", out=out).attach(running)
     keeps = Keeps(running)
     outcome = running.run()
     watch.close()
@@ -102,7 +103,9 @@ def train(loop: Loop, rank: int, steps: int, watch: Watch | None = None) -> tupl
 def loop(out: Path, kind: str, rank: int) -> dict[str, Any]:
     unwatched, _, _ = train(shared(kind), rank, 9)
     running = shared(kind)
-    watch = Watch(running.called, adapter=Live(running), probes=TWO, every=EVERY, on_fail="stop", out=out)
+    watch = parity.watch(
+        running.called, adapter=Live(running), probes=TWO, every=EVERY, on_fail="stop", out=out
+    )
     with watch:
         losses, first, norm = train(running, rank, 14, watch)
     mean, std = joined(first)
@@ -123,7 +126,7 @@ def one_rank(out: Path, rank: int) -> dict[str, Any]:
     running = open_trainer(UNIT.with_values(GAUSS | {"run.batch": {"rows": 4, "accumulate": 1}}))
     if rank == 1:
         Planted(running, NoisyTeacher, before=3)
-    watch = Watch(every=EVERY, probes=("noise",), on_fail="stop", out=out, recapture=0).attach(running)
+    watch = parity.watch(every=EVERY, probes=("noise",), on_fail="stop", out=out, recapture=0).attach(running)
     outcome = running.run()
     watch.close()
     step, finding = watch.failed or (0, None)

@@ -14,7 +14,8 @@ import parity
 from parity.probes.table import TABLE
 from parity.reports import step_log
 from parity.reports.record import StepReport
-from parity.watching.watch import Watch, WiringChanged, watch_callback
+from parity.watching.callback import watch_callback
+from parity.watching.watch import Watch, WiringChanged
 from tests.parity.watching.loop import Live, Loop, recipe
 
 TWO = ("noise", "labels")
@@ -68,7 +69,7 @@ def test_a_plain_loop_names_step_and_fault(tmp_path: Path) -> None:
 
 def test_a_plain_loop_stops_where_asked(tmp_path: Path) -> None:
     loop = Loop()
-    watch = Watch(loop.drafter, adapter=Live(loop), probes=TWO, every=4, on_fail="stop", out=tmp_path)
+    watch = parity.watch(loop.drafter, adapter=Live(loop), probes=TWO, every=4, on_fail="stop", out=tmp_path)
     with pytest.raises(WiringChanged, match="step 9: noise-on-teacher: noise reaches"), watch:
         train(loop, 20, watch, broken_from=7)
     assert watch.steps == 9 and hooks(loop.drafter) == 0 and watch.stopped
@@ -77,7 +78,7 @@ def test_a_plain_loop_stops_where_asked(tmp_path: Path) -> None:
 
 def test_passive_watching_says_what_it_cannot_answer() -> None:
     loop = Loop()
-    with Watch(loop.drafter, recipe(), every=3) as watch:
+    with parity.watch(loop.drafter, recipe(), every=3) as watch:
         losses = train(loop, 7, watch)
     assert losses == train(Loop(), 7) and len(watch.reports) == 3
     report = watch.report
@@ -107,7 +108,7 @@ def test_passive_watching_says_what_it_cannot_answer() -> None:
 def test_passive_drift_sees_what_hooks_see() -> None:
     """Evaluation mode that was never left, and a part whose gradient stopped."""
     loop = Loop()
-    with Watch(loop.drafter, recipe(), every=2) as watch:
+    with parity.watch(loop.drafter, recipe(), every=2) as watch:
         train(loop, 2, watch)
         loop.drafter.eval()
         loop.drafter.get_submodule("fc").requires_grad_(False)
@@ -120,9 +121,9 @@ def test_passive_drift_sees_what_hooks_see() -> None:
 
 def test_a_run_gone_on_with_counts_on(tmp_path: Path) -> None:
     loop = Loop()
-    with Watch(loop.drafter, every=4, out=tmp_path) as first:
+    with parity.watch(loop.drafter, every=4, out=tmp_path) as first:
         train(loop, 6, first)
-    with Watch(loop.drafter, every=4, out=tmp_path, steps=6) as second:
+    with parity.watch(loop.drafter, every=4, out=tmp_path, steps=6) as second:
         loop.drafter.eval()
         train(loop, 6, second)
     assert [step.step for step in second.history] == [1, 5, 9]
@@ -140,7 +141,7 @@ class Careless(Live):
 
 def test_an_adapter_that_changes_the_run_is_told_and_at_first_put_back() -> None:
     loop = Loop()
-    with Watch(loop.drafter, adapter=Careless(loop), probes=TWO, every=2, on_fail="warn") as watch:
+    with parity.watch(loop.drafter, adapter=Careless(loop), probes=TWO, every=2, on_fail="warn") as watch:
         train(loop, 1, watch)
         after = loop.drafter.get_parameter("slot").clone()
         reference = Loop()
@@ -210,7 +211,7 @@ def shown(report: StepReport) -> dict[str, Any]:
 @pytest.mark.parametrize("recomputed", [None, False, True])
 def test_gradient_checkpointing(recomputed: bool | None) -> None:
     module = Layers(recomputed)
-    with Watch(module, every=2) as watch:
+    with parity.watch(module, every=2) as watch:
         losses = regress(module, 4, watch)
     assert losses == regress(Layers(recomputed), 4) == regress(Layers(), 4)
     values = dict(watch.reports[1].values)
@@ -227,7 +228,7 @@ def test_gradient_checkpointing(recomputed: bool | None) -> None:
 
 def test_autocast() -> None:
     module = Layers()
-    with Watch(module, every=2) as watch:
+    with parity.watch(module, every=2) as watch:
         losses = regress(module, 4, watch, autocast=True)
     assert losses == regress(Layers(), 4, autocast=True)
     rows = shown(watch.reports[0])
@@ -238,7 +239,7 @@ def test_autocast() -> None:
 
 def test_leaving_autocast_is_drift() -> None:
     module = Layers()
-    with Watch(module, every=2) as watch:
+    with parity.watch(module, every=2) as watch:
         regress(module, 2, watch, autocast=True)
         regress(module, 2, watch)
     drift = next(f for f in watch.reports[1].findings if f.name == "drift")
@@ -249,7 +250,7 @@ def test_leaving_autocast_is_drift() -> None:
 
 def test_gradient_accumulation() -> None:
     module = Layers()
-    with Watch(module, every=1) as watch:
+    with parity.watch(module, every=1) as watch:
         losses = regress(module, 2, watch, accumulate=3)
     assert losses == regress(Layers(), 2, accumulate=3) and len(watch.reports) == 2
     again = Layers()
@@ -288,7 +289,7 @@ def test_compiled_parts_are_listed_and_not_compiled_again(how: str, dynamo: Any)
     torch._dynamo.reset()
     dynamo.clear()
     module, called = build()
-    with Watch(called, every=2) as watch:
+    with parity.watch(called, every=2) as watch:
         losses = regress(module, 5, watch, called=called)
     assert losses == expected and graphs == dynamo["stats"]["unique_graphs"] > 0
     values = dict(watch.reports[-1].values)
@@ -305,7 +306,7 @@ def test_compiled_parts_are_listed_and_not_compiled_again(how: str, dynamo: Any)
 def test_a_part_that_is_never_called_is_listed() -> None:
     module = Layers()
     module.spare = nn.Linear(2, 2)
-    with Watch(module, every=1) as watch:
+    with parity.watch(module, every=1) as watch:
         regress(module, 1, watch)
     assert dict(watch.reports[0].values)["hooks.unseen"] == "spare"
 
@@ -394,6 +395,7 @@ def test_transformers_trainer_stops_and_saves(tmp_path: Path) -> None:
         recipe(), adapter=lambda m: Live(m.loop), probes=("noise",), every=4, on_fail="stop"
     )
     trainer = fit(tmp_path, model, [breaks(model, 6), callback])
+    assert callback.watch is not None and callback.watch.failed is not None
     assert trainer.state.global_step == 9 and callback.watch.failed[1].fault == "noise-on-teacher"
     assert any(tmp_path.glob("checkpoint-9/*"))
     assert callback.watch.report.outcome == "fail"

@@ -1,5 +1,6 @@
 """Watching the built-in trainer: a wiring that changes on the way is named; being watched changes nothing."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -73,7 +74,7 @@ def watched(changes: Mapping[str, Any] | None = None, **options: Any) -> tuple[T
     """A whole run with a watch, both closed."""
     trainer = opened(changes)
     given: dict[str, Any] = {"every": 4, "probes": TWO} | options
-    watch = Watch(**given).attach(trainer)
+    watch = parity.watch(**given).attach(trainer)
     outcome = trainer.run()
     watch.close()
     return trainer, outcome, watch
@@ -93,7 +94,7 @@ def numbers(report: StepReport, end: str) -> list[float]:
 def test_noise_on_the_teacher_is_named_within_one_interval(tmp_path: Path) -> None:
     trainer = opened(GAUSS | {"run.schedule.steps": 40}, out=tmp_path)
     Planted(trainer, NoisyTeacher, before=30)
-    watch = Watch(every=5, probes=TWO, out=tmp_path).attach(trainer)
+    watch = parity.watch(every=5, probes=TWO, out=tmp_path).attach(trainer)
     trainer.run()
     watch.close()
     trainer.close()
@@ -114,7 +115,7 @@ def test_noise_on_the_teacher_is_named_within_one_interval(tmp_path: Path) -> No
 def test_it_stops_and_saves_where_asked(tmp_path: Path) -> None:
     trainer = opened(GAUSS, out=tmp_path)
     Planted(trainer, NoisyTeacher, before=8)
-    watch = Watch(every=4, probes=TWO, out=tmp_path, on_fail="stop").attach(trainer)
+    watch = parity.watch(every=4, probes=TWO, out=tmp_path, on_fail="stop").attach(trainer)
     outcome = trainer.run()
     watch.close()
     trainer.close()
@@ -222,7 +223,7 @@ def test_off_is_no_work_at_all(tmp_path: Path) -> None:
     trainer = opened()
     assert watch_training(trainer, tmp_path) is None and trainer.observers == []
     assert not trainer.wiring.keep_gradients and not hooks(trainer)
-    watch = Watch(every=5, probes=TWO, warmup=2).attach(trainer)
+    watch = parity.watch(every=5, probes=TWO, warmup=2).attach(trainer)
     looks = Looks(trainer)
     values, called = watch._values, list[int]()
     trainer.run(stop_after=2)
@@ -280,7 +281,7 @@ def shown(
         "mix": {"recipe.loss.terms": {"ce": 0.25, "kl": 0.75}, "recipe.loss.weights": {"kind": "uniform"}},
     }
     trainer = opened(GAUSS | kinds[request.param] | {"run.batch.rows": 2})
-    watch = Watch(every=3, probes=()).attach(trainer)
+    watch = parity.watch(every=3, probes=()).attach(trainer)
     keeps = Keeps(trainer)
     outcome = trainer.run(stop_after=4)
     watch.close()
@@ -386,7 +387,7 @@ def test_tensors_are_described(shown: Shown) -> None:
 
 def test_gradient_norms_are_the_parameters(tmp_path: Path) -> None:
     trainer = opened()
-    watch = Watch(every=100, probes=()).attach(trainer)
+    watch = parity.watch(every=100, probes=()).attach(trainer)
     trainer.run(stop_after=1)
     watch.close()
     for group in ("fc", "layers.0", "norm"):
@@ -410,7 +411,7 @@ class Unknown(TrainingStep):
 def test_a_loss_of_the_real_step_that_the_recipe_does_not_know_is_told() -> None:
     trainer = opened()
     Planted(trainer, Unknown, before=2)
-    watch = Watch(every=2, probes=()).attach(trainer)
+    watch = parity.watch(every=2, probes=()).attach(trainer)
     trainer.run(stop_after=3)
     watch.close()
     found = [named(report.findings)["step.loss"] for report in watch.reports]
@@ -421,7 +422,7 @@ def test_a_loss_of_the_real_step_that_the_recipe_does_not_know_is_told() -> None
 
 def test_values_that_are_not_finite_are_told() -> None:
     trainer = opened(GAUSS)  # with noise fc's input is a copy
-    watch = Watch(every=1, probes=()).attach(trainer)
+    watch = parity.watch(every=1, probes=()).attach(trainer)
 
     class Overflow:
         def on_step(self, step: int, output: StepOutput) -> None:
@@ -473,7 +474,7 @@ def test_states_that_silently_change_are_found_and_named(
 ) -> None:
     trainer = opened()
     source = Source(trainer.source, change)
-    watch = Watch(every=2, probes=()).attach(trainer)
+    watch = parity.watch(every=2, probes=()).attach(trainer)
     trainer.source = source
     trainer.run(stop_after=2)
     source.on = True
@@ -502,7 +503,7 @@ def test_a_resumed_run_goes_on_in_the_same_file_and_against_the_same_first_repor
     for out, stops in ((whole, (12,)), (parts, (6, 12))):
         for stop in stops:
             trainer = opened(GAUSS, out=out)
-            watch = Watch(every=4, probes=TWO, out=out).attach(trainer)
+            watch = parity.watch(every=4, probes=TWO, out=out).attach(trainer)
             outcome = trainer.run(stop_after=stop)
             watch.close()
             trainer.close()
@@ -522,7 +523,7 @@ def test_drift_across_a_resume_is_against_the_first_report_on_disk(tmp_path: Pat
         trainer = opened(GAUSS, out=tmp_path)
         if kind is not None:
             trainer.wiring.__class__ = kind
-        watch = Watch(every=4, probes=("noise",), out=tmp_path).attach(trainer)
+        watch = parity.watch(every=4, probes=("noise",), out=tmp_path).attach(trainer)
         trainer.run(stop_after=stop)
         watch.close()
         trainer.close()
@@ -531,7 +532,7 @@ def test_drift_across_a_resume_is_against_the_first_report_on_disk(tmp_path: Pat
     assert drift.outcome == "fail" and "noise.moves_labels: False -> True" in drift.sentence
     fresh = opened(GAUSS, out=tmp_path / "fresh")
     (tmp_path / "fresh" / "steps.jsonl").write_text("of a run before this one\n")
-    Watch(every=4, probes=("noise",), out=tmp_path / "fresh").attach(fresh)
+    parity.watch(every=4, probes=("noise",), out=tmp_path / "fresh").attach(fresh)
     fresh.close()
     assert not (tmp_path / "fresh" / "steps.jsonl").exists()
 
@@ -567,7 +568,7 @@ def test_another_runs_wiring_is_the_baseline(tmp_path: Path) -> None:
 )
 def test_what_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ParityError, match=said):
-        Watch(**options)
+        parity.watch(**options)
 
 
 # --- the command --------------------------------------------------------------------------------------
@@ -622,6 +623,21 @@ def test_a_warning_watch_lets_the_run_end_and_fails_its_report(
     assert report.outcome == "fail" and named(report.findings)["train.schedule"] == "pass"
 
 
+def test_keywords_of_a_watch_are_its_options() -> None:
+    """Old keywords are the fields of the record; `help` lists each; the first two may come by position."""
+    names = list(inspect.signature(parity.watch).parameters)
+    assert names == [
+        *("module", "recipe", "every", "warmup", "probes", "on_fail", "baseline"),
+        *("out", "adapter", "sinks", "recapture", "steps"),
+    ]
+    assert all(name in (parity.watch.__doc__ or "") for name in names)
+    module = torch.nn.Linear(2, 2)
+    assert parity.watch(module, UNIT.recipe).recipe is UNIT.recipe
+    assert parity.watch(module=module, every=3).options.every == 3
+    with pytest.raises(TypeError, match="often"):
+        parity.watch(module, often=3)  # type: ignore[call-arg]
+
+
 def test_public_names() -> None:
     assert isinstance(parity.watch(torch.nn.Linear(2, 2)), Watch)
     error = WiringChanged(
@@ -639,7 +655,7 @@ import torch
 torch.set_num_threads(1)
 from parity.model.training.build import open_trainer
 from parity.model.recipe.presets import preset
-from parity.watching.watch import Watch
+import parity
 
 trainer = open_trainer(preset("tiny").with_values({
     "recipe.target.backend": "fla-interpreted",
@@ -671,7 +687,7 @@ class Shifted:
         return replace(made, states=made.states[:, [1, 1, 2, 3, 4, 5]])  # layer 3 in layer 1's place
 
 
-watch = Watch(every=2, probes=(), sinks=[Seen()]).attach(trainer)
+watch = parity.watch(every=2, probes=(), sinks=[Seen()]).attach(trainer)
 trainer.source = Shifted(trainer.source)
 trainer.run(stop_after=2)
 watch._recapture._worker._thread.join()  # so that the next report has the answer, however slow this machine is

@@ -13,7 +13,8 @@ from parity.probes.adapters.builtin import Builtin
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import design_batch
 from parity.probes.instruments.loss.solve import _squares
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from tests.faults.injected.loss import KL, Plain, configured
 from tests.faults.injected.loss_head import OwnHead, distilled, own_head
 from tests.faults.wiring import builtin

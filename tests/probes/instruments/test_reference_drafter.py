@@ -16,13 +16,13 @@ from parity.probes.instruments.drafter.reference import (
     DrafterHypothesis,
     DrafterWeights,
     LayerView,
-    block_seen,
     compute_hidden_states,
-    context_seen,
-    distance,
-    limit,
+    compute_reach,
+    estimate_hidden_limit,
+    mask_context,
+    mask_own_block,
+    measure_hidden_distance,
     override_parameters,
-    reach,
 )
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -92,16 +92,16 @@ def test_it_computes_what_the_drafter_computes(
         replace(reading, mask_token_id=4),
         reading.with_layer(0, replace(layers[0], causal=not layers[0].causal)),
     ):
-        assert distance(compute_hidden_states(weights, other, ROW, states, table), made) > 1e-4
-    bound = limit(weights, reading, ROW, states, table, torch.float32)
+        assert measure_hidden_distance(compute_hidden_states(weights, other, ROW, states, table), made) > 1e-4
+    bound = estimate_hidden_limit(weights, reading, ROW, states, table, torch.float32)
     single = compute_hidden_states(weights, reading, ROW, states, table, dtype=torch.float32)
-    assert 1e-8 < distance(single, made) < bound < 1e-4
-    assert limit(weights, reading, ROW, states, table, torch.bfloat16) > 100 * bound
+    assert 1e-8 < measure_hidden_distance(single, made) < bound < 1e-4
+    assert estimate_hidden_limit(weights, reading, ROW, states, table, torch.bfloat16) > 100 * bound
 
 
 def _tokens(view: LayerView, anchor: int, slot: int) -> list[int]:
     return (
-        context_seen(view, DrafterHypothesis(layers=(view,)), ROW)[anchor, slot].nonzero().flatten().tolist()
+        mask_context(view, DrafterHypothesis(layers=(view,)), ROW)[anchor, slot].nonzero().flatten().tolist()
     )
 
 
@@ -112,12 +112,12 @@ def test_what_is_seen_by_hand() -> None:
     assert [_tokens(anchor, 1, slot) for slot in range(3)] == [[2, 3, 4]] * 3
     assert _tokens(full, 2, 0) == [8, 9]
     assert _tokens(full, 0, 2) == [0]
-    assert block_seen(LayerView(causal=True), 3).tolist() == [
+    assert mask_own_block(LayerView(causal=True), 3).tolist() == [
         [True, False, False],
         [True, True, False],
         [True] * 3,
     ]
-    assert block_seen(LayerView(window=2), 3).tolist() == [
+    assert mask_own_block(LayerView(window=2), 3).tolist() == [
         [True, True, False],
         [True] * 3,
         [False, True, True],
@@ -126,7 +126,7 @@ def test_what_is_seen_by_hand() -> None:
 
 def test_reach_goes_through_other_slots_from_the_second_layer_on() -> None:
     def reached(slot: int, *views: LayerView) -> list[int]:
-        return reach(DrafterHypothesis(layers=views), ROW)[1, slot].nonzero().flatten().tolist()
+        return compute_reach(DrafterHypothesis(layers=views), ROW)[1, slot].nonzero().flatten().tolist()
 
     two = LayerView(
         window=2
@@ -147,8 +147,10 @@ def test_names_that_are_not_zlabs_are_no_weights() -> None:
 
 
 def test_a_distance_to_what_is_not_finite_is_infinite() -> None:
-    assert distance(torch.tensor([[1.0, math.nan]]), torch.ones(1, 2)) == math.inf
-    assert distance(torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 0.0]])) == pytest.approx(4 / 3)
+    assert measure_hidden_distance(torch.tensor([[1.0, math.nan]]), torch.ones(1, 2)) == math.inf
+    assert measure_hidden_distance(torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 0.0]])) == pytest.approx(
+        4 / 3
+    )
 
 
 def test_changed_values_leave_earlier_graphs_alone() -> None:

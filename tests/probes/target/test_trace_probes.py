@@ -7,17 +7,18 @@ this process, so that `other` is torch with something changed.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from parity.model.target.backends import parse_backend
 from parity.model.target.capture import capture
-from parity.model.target.load import Target, TargetSpec, load_target
+from parity.model.target.load import Target, load_target
 from parity.model.target.operator_replay import replay
-from parity.probes.base import Evidence, ProbeAnswer
-from parity.probes.table import TABLE
+from parity.model.target.spec import TargetSpec, TraceOptions
+from parity.probes.base import Evidence, ProbeAnswer, TraceProbe
+from parity.probes.table import find_entry
 from parity.reports.record import Finding
 from parity.tracing.trace import Trace
 
@@ -96,10 +97,9 @@ class Bench:
                 target,
                 [REQUEST],
                 self.folder / name,
+                TraceOptions(operators=str(calls) if calls else None, **options),
                 backend=parse_backend(backend),
                 fingerprint=name,
-                operators=calls,
-                **options,
             )
         self.traces[name] = Trace.open(self.folder / name)
         self.operators[name] = calls
@@ -122,8 +122,7 @@ class Bench:
                 | changes
             )
         )
-        answer: ProbeAnswer = next(entry for entry in TABLE if entry.name == probe).load().run(evidence)
-        return answer
+        return cast(TraceProbe, find_entry(probe).load()).run(evidence)
 
 
 @pytest.fixture
@@ -341,14 +340,3 @@ def test_dense_model_skips_linear_attention(probe: str, bench: Bench) -> None:
     assert (
         answer.findings[0].outcome == "skipped" and "no linear-attention layer" in answer.findings[0].sentence
     )
-
-
-def test_table_lists_every_probe() -> None:
-    import parity.probes
-
-    folder = Path(next(iter(parity.probes.__path__)))
-    files = {f"{part}.{file.stem}" for part in ("target", "trainer") for file in (folder / part).glob("*.py")}
-    files -= {"target.__init__", "trainer.__init__"}
-    assert {entry.where.split(":")[0].removeprefix("parity.probes.") for entry in TABLE} == files
-    assert [entry.load().name for entry in TABLE] == [entry.name for entry in TABLE]
-    assert torch.get_num_threads() == 1

@@ -11,8 +11,9 @@ from parity.model.dflash.config import RopeConfig
 from parity.model.dflash.drafter import Rope
 from parity.probes.adapters.builtin import Builtin
 from parity.probes.base import ProbeAnswer
-from parity.probes.instruments.drafter.receptive_field import ProbeBatch, exchange
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.instruments.drafter.receptive_field import ProbeBatch, exchange_anchor_tokens
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from parity.probes.trainer import context
 from tests.faults.injected.context import PLANTS, FirstTokenMissing, OtherDocuments, _causal
 from tests.faults.wiring import builtin
@@ -132,7 +133,7 @@ def test_every_anchor_is_exchanged_without_every_other_one(
         return right(self, tokens)
 
     monkeypatch.setattr(ProbeBatch, "moved_by", moved_by)
-    made = exchange(look, subject.adapter.vocabulary, 3)
+    made = exchange_anchor_tokens(look, subject.adapter.vocabulary, 3)
     assert made.other is None and not bool(made.still.any()) and not bool(made.text.any())
     on = torch.stack(steps)
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]

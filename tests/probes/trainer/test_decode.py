@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from parity.comparison.error import logit_errors
 from parity.model.training.data import Batch
 from parity.probes.adapters.base import NotExposed
 from parity.probes.adapters.builtin import Builtin
 from parity.probes.base import ProbeAnswer
-from parity.probes.instruments.drafter.inference import distances
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from parity.probes.trainer.decode import _loop_fault, _tie
 from tests.faults.wiring import builtin
 
@@ -74,8 +75,10 @@ def test_what_is_not_shown_is_told(kind: type[Builtin], outcome: str, words: str
 def test_distances_are_of_the_logits_own_spread() -> None:
     wanted = torch.tensor([[[101.0, 99.0], [0.0, 0.0]], [[3.0, 1.0], [1.0, 3.0]]])
     found = wanted + torch.tensor([[[0.1, -0.1], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]])
-    torch.testing.assert_close(distances(found, wanted), torch.tensor([0.1, 0.0]).double(), atol=1e-5, rtol=0)
-    assert distances(found * torch.nan, wanted)[0] == torch.inf
+    torch.testing.assert_close(
+        logit_errors(found, wanted), torch.tensor([0.1, 0.0]).double(), atol=1e-5, rtol=0
+    )
+    assert logit_errors(found * torch.nan, wanted)[0] == torch.inf
 
 
 def test_where_a_text_leaves_the_targets() -> None:

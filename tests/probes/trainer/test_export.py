@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from parity.probes.adapters.builtin import Builtin
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from tests.faults.injected.export import _config, _tensors
 from tests.faults.wiring import builtin
 

@@ -8,7 +8,8 @@ import torch
 from parity.probes.adapters.base import NotExposed
 from parity.probes.adapters.builtin import Builtin
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from parity.probes.trainer.frozen import _unlike
 from tests.faults.injected.frozen import DetachedContext
 from tests.faults.wiring import builtin

@@ -11,7 +11,8 @@ from parity.model.training.step import StepOutput
 from parity.probes.adapters.base import NotExposed, TargetReference
 from parity.probes.adapters.builtin import Builtin
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Table
 from tests.faults.injected.inputs import AllSlices, fed, layers, teacher_from, wider
 from tests.faults.injected.noise import OnAllSlices

@@ -11,8 +11,9 @@ from parity.model.dflash.step import TrainingStep
 from parity.model.training.anchors import BlockLabels
 from parity.model.training.data import Batch
 from parity.probes.base import ProbeAnswer
-from parity.probes.instruments.loss.labels import estimate_labels, is_same_label, label_step_of
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.instruments.loss.labels import estimate_labels, is_same_label, take_label_step
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from tests.faults.injected.labels import Crossing, teacher_shifted
 from tests.faults.wiring import builtin
 
@@ -46,7 +47,7 @@ def test_the_source_is_read(changes: dict[str, Any], source: str) -> None:
 
 
 def test_labels_read_are_the_step_s_own() -> None:
-    step = label_step_of(ExaminedAdapter(builtin({"recipe.block.size": 8})))
+    step = take_label_step(ExaminedAdapter(builtin({"recipe.block.size": 8})))
     assert step.reading is not None and step.shown.labels is not None
     own = step.shown.labels[step.at.block, step.at.slot]
     assert torch.equal(step.reading.label, own)
@@ -56,7 +57,7 @@ def test_labels_read_are_the_step_s_own() -> None:
 
 def test_a_label_explains_only_its_own_gradient() -> None:
     subject = ExaminedAdapter(builtin({"recipe.block.size": 8}))
-    step = label_step_of(subject)
+    step = take_label_step(subject)
     assert step.reading is not None
     assert is_same_label(step.crafted, step.at, step.reading).all()
     other = replace(step.reading, label=step.reading.label.roll(1))

@@ -15,10 +15,16 @@ from parity.probes.adapters.base import AdapterStep, TargetReference
 from parity.probes.adapters.builtin import Builtin
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import design_batch
-from parity.probes.instruments.loss.head_gradient import SOFT, HeadGradients, row_ids, term_values
-from parity.probes.instruments.loss.mixture import explain, unseen
+from parity.probes.instruments.loss.head_gradient import (
+    SOFT,
+    HeadGradients,
+    compute_term_values,
+    find_row_ids,
+)
+from parity.probes.instruments.loss.mixture import bound_unseen_shares, explain
 from parity.probes.instruments.loss.slot_weights import WeightedSlots, recognise_law
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from tests.faults.injected.loss import Plain, Team, configured
 from tests.faults.wiring import builtin
 
@@ -37,7 +43,9 @@ def _facts(answer: ProbeAnswer) -> dict[str, Any]:
 
 def test_term_values_by_hand() -> None:
     q, p = torch.tensor([[0.5, 0.25, 0.25]]).double(), torch.tensor([[0.25, 0.25, 0.5]]).double()
-    made = {name: float(term_values(name, q.log(), torch.tensor([1]), p.log())) for name in ("ce", *SOFT)}
+    made = {
+        name: float(compute_term_values(name, q.log(), torch.tensor([1]), p.log())) for name in ("ce", *SOFT)
+    }
     assert made["ce"] == pytest.approx(math.log(4))
     assert made["kl"] == pytest.approx(0.25 * math.log(0.5) + 0.5 * math.log(2))
     assert made["rkl"] == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(0.5))
@@ -49,7 +57,7 @@ def test_term_values_by_hand() -> None:
     assert made["js"] == pytest.approx(js)
     share = math.exp(-3 * 0.75)
     assert made["lk"] == pytest.approx(share * made["kl"] + (1 - share) * 0.25)
-    assert float(term_values("smoothing", q.log(), None, None)) == pytest.approx(
+    assert float(compute_term_values("smoothing", q.log(), None, None)) == pytest.approx(
         (math.log(2) + 2 * math.log(4)) / 3
     )
 
@@ -84,14 +92,14 @@ def test_weights_of_a_hand_made_loss_are_recovered() -> None:
     assert at.index.tolist()[:4] == [3, 4, 5, 6]
     columns = at.columns(["ce:x", "smoothing"], {"x": labels}, None)
     fit = explain(at.gradient, columns, 1e-12)
-    assert list(fit.shares) == ["ce:x"] and fit.choose_mixture_with_law
+    assert list(fit.shares) == ["ce:x"] and fit.is_explained
     np.testing.assert_allclose(fit.weights, weights.numpy(), rtol=1e-12)
 
 
 def test_wrong_labels_explain_nothing() -> None:
     at, labels, _ = _at_head()
     fit = explain(at.gradient, at.columns(["ce:x"], {"x": labels.roll(1)}, None), 1e-6)
-    assert not fit.choose_mixture_with_law and fit.residual > 0.1
+    assert not fit.is_explained and fit.residual > 0.1
 
 
 @pytest.mark.parametrize("share", [0.5, 0.01, 0.0005])
@@ -124,18 +132,18 @@ def test_what_would_not_be_seen_ends_where_it_says() -> None:
     columns, limit = at.columns(["ce:x", "kl"], {"x": labels}, teacher), 1e-6
     hard = {"ce:x": columns["ce:x"]}
     pure = weights[:, None] * columns["ce:x"]
-    bound = unseen(pure, columns, explain(pure, hard, limit), ["kl"])["kl"]
+    bound = bound_unseen_shares(pure, columns, explain(pure, hard, limit), ["kl"])["kl"]
     assert 0 < bound < 1e-4
     for factor, seen in ((0.7, False), (1.4, True)):
         share = factor * bound
         mixed = weights[:, None] * ((1 - share) * columns["ce:x"] + share * columns["kl"])
-        assert explain(mixed, hard, limit).choose_mixture_with_law is not seen
+        assert explain(mixed, hard, limit).is_explained is not seen
 
 
 def test_rows_are_found_whatever_the_dtype() -> None:
     rows = torch.randn(9, 5)
-    assert row_ids(rows[[7, 2]].bfloat16(), rows).tolist() == [7, 2]
-    assert row_ids(rows[[3]] + 1, rows).tolist() == [-1]
+    assert find_row_ids(rows[[7, 2]].bfloat16(), rows).tolist() == [7, 2]
+    assert find_row_ids(rows[[3]] + 1, rows).tolist() == [-1]
 
 
 # --- laws -------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from parity.model.training.data import Batch
 from parity.model.training.states import StepStates
 from parity.model.training.step import StepOutput
 from parity.probes.base import ProbeAnswer
-from parity.probes.instruments.noise.draws import find_shared_draws, mean_of
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.instruments.noise.draws import find_shared_draws, measure_noise_mean
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from parity.probes.trainer.noise import SEEDS
 from tests.faults.injected.inputs import fed
 from tests.faults.injected.noise_draws import EvaluatedToo, Seeded
@@ -123,7 +124,9 @@ def test_draws_of_their_own_are_hardly_ever_called_shared(kind: str) -> None:
     assert [find_shared_draws(_rows(kind, seed), SEEDS, document, position) for seed in range(300)] == [
         []
     ] * 300
-    assert not [seed for seed in range(300) if abs((each := mean_of(_rows(kind, seed)))[0]) > each[1]]
+    assert not [
+        seed for seed in range(300) if abs((each := measure_noise_mean(_rows(kind, seed)))[0]) > each[1]
+    ]
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "uniform", "rounded"])

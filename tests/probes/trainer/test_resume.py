@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from parity.probes.adapters.builtin import Builtin
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Finding
 from tests.faults.wiring import builtin
 

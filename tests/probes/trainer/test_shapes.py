@@ -9,7 +9,8 @@ from parity.model.training.data import Batch
 from parity.probes.adapters.base import NotExposed
 from parity.probes.adapters.builtin import Builtin
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from parity.probes.trainer.shapes import _bits, _grid, _repeats_earlier
 from tests.faults.wiring import builtin
 

@@ -7,7 +7,8 @@ import pytest
 
 from parity.probes.adapters.builtin import Builtin
 from parity.probes.base import ProbeAnswer
-from parity.probes.subject import ExaminedAdapter, query_probes
+from parity.probes.query import query_probes
+from parity.probes.subject import ExaminedAdapter
 from parity.probes.trainer.tokens import TALKS, _runs
 from tests.faults.wiring import builtin
 
