@@ -2,7 +2,7 @@
 
     write_atomically(folder / "report.json", text)
     with replace_atomically(folder / "states.safetensors", durable=True) as temporary:
-        save_file(tensors, temporary)
+        temporary.write_bytes(data)
 
 Standard library only, so that every layer may use it.
 """

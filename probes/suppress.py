@@ -1,6 +1,6 @@
 """Findings that another finding makes worthless: what a probe reads where its own ground is already known to be wrong.
 
-    answers = judged(subject, answers)
+    answers = suppress_dependent(subject, answers)
 
 A probe asks one question and supposes the rest to be as declared. Where another probe found that it is not, some
 of what it reports is a consequence and no second fault.

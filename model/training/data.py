@@ -1,7 +1,7 @@
 """Training data: documents from files or the corpus, packed into rows, handed out in an order that can resume.
 
     documents = read_documents(run.data, tokenizer)          # tokenised, cached
-    feed = Feed(documents, length=1536, rows=4, seed=0)
+    feed = BatchStream(documents, length=1536, rows=4, seed=0)
     for rows in feed: batch = make_batch(rows, epoch=feed.position.epoch)
 
 A record is a JSON object, a parquet row or a row of a `datasets` folder with one of `messages` (chat, OpenAI's

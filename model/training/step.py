@@ -1,7 +1,7 @@
 """One training step, from captured states to the loss, and everything it used on the way.
 
-    step = family.new_step(training, parts, drafter)
-    output = step.step(batch, captured)            # StepOutput; nothing is updated
+    wiring = RecipeStep(training, parts, drafter)  # in truth a family's own class
+    output = wiring.step(batch, captured)          # StepOutput; nothing is updated
     output.objective.numerator.backward()
 
 `RecipeStep.step` is the whole path, a line a stage, the same for every family; a family writes `predict`, from what

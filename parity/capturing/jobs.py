@@ -1,6 +1,7 @@
 """The worker protocol: what a worker process can be asked to do, and what it returns.
 
-    worker.call(DescribeJob(spec=TargetSpec(model="M")))["layer_types"]
+    with Worker("torch") as worker:
+        worker.call(DescribeJob(spec=TargetSpec(model="M")))["layer_types"]
 
 Each line that is sent is one job as JSON, with the job's name under `do`; each result is one JSON object. Jobs,
 their fields and their results are listed here once: `parity.capturing.client` writes them, `parity.capturing.worker`

@@ -3,7 +3,7 @@
 Arrays in, numbers out; names no fault. Tensors are read in bounded samples, so that a trace of any size
 can be diagnosed.
 
-    case = Case.of(comparison, a, b)
+    case = FailingComparison.of(comparison, a, b)
     case.first.onsets          # first wrong token of each request at the first failing tap
 """
 

@@ -1,6 +1,6 @@
 """What reading other tools' dumps adds to a comparison's report: which format was read, which layers were found.
 
-    report = with_sources(report_of(comparison, command), pair)
+    report = with_sources(comparison_report(comparison, command), pair)
 
 Findings `NAME.layers.SIDE` and `NAME.norm.SIDE` say what a dump's slices are; `NAME.tokens` says that rows were
 paired by order. What a dump cannot answer (backend, weights) becomes `skipped`, with the reason.

@@ -1,6 +1,6 @@
 """The conformance statement: what a trainer's wiring was measured to be, beside its checkpoint, compared later.
 
-    save(conformance, Path("run/conformance.json"))
+    save_conformance(conformance, Path("run/conformance.json"))
     report = compare_statements(read(old), read(new))
 
 Two statements are compared fact by fact (`list_changed_facts`, which gate, watch and compare share). A fact that only

@@ -1,7 +1,7 @@
 """Who reads a drafter's checkpoint: our own code, z-lab's `dflash` package, speculators.
 
-    for reader in readers_of("zlab"):
-        hidden = reader.hidden(folder, look, fc_input, table)     # [A, B, D], or raises Unread / NotAsked
+    for reader in list_peer_readers("zlab"):
+        hidden = reader.compute_hidden(folder, look, fc_input, table)     # [A, B, D], or ReaderRefusal / ReaderUnavailable
 
 Each loads the folder by its own code and computes the blocks of a row: what enters its head. Peers are imported where
 they are installed (`make peers`); nothing is fetched: a verifier that the checkpoint names is not looked up.

@@ -1,6 +1,6 @@
 """States that a head turns into a flat distribution whose argmax is a chosen token.
 
-    space = Space.of(head)
+    space = LogitDirections.of(head)
     states = point_states(wanted, hidden, space, scale, strict=False)       # [m, D]
 
 Shapes: m states (one a slot), D width, V draft vocabulary.
