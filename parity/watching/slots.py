@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from parity.model.dflash.step import StepOutput
 from parity.model.training.loss import LossConfig
+from parity.model.training.step import StepOutput
 from parity.probes.deviations import deviation
 from parity.probes.instruments.loss.head_gradient import compute_term_values
 from parity.probes.instruments.loss.mixture import explain

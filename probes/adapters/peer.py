@@ -11,13 +11,13 @@ from torch import Tensor
 
 from parity.model.training.data import Batch
 from parity.probes.adapters.base import Adapter, TargetReference
-from parity.probes.adapters.targets import TargetSide, ZlabDraft, body_of, conditioning_before
+from parity.probes.adapters.zlab import ZlabDraft, ZlabSide, body_of, conditioning_before
 
 
 class PeerAdapter(Adapter):
     """A trainer of another project around a model with `embed_tokens` and `lm_head`."""
 
-    def __init__(self, target: TargetSide, model: Any, taps: Sequence[str] = ()) -> None:
+    def __init__(self, target: ZlabSide, model: Any, taps: Sequence[str] = ()) -> None:
         """One adapter for one model.
 
         Args:

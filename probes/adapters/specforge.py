@@ -22,7 +22,7 @@ from parity.model.recipe.config import TrainingFile
 from parity.model.training.data import Batch
 from parity.probes.adapters.base import AdapterStep, NotExposed
 from parity.probes.adapters.peer import PeerAdapter, copy_weight
-from parity.probes.adapters.targets import TargetSide
+from parity.probes.adapters.zlab import ZlabSide
 
 
 class SpecForge(PeerAdapter):
@@ -31,7 +31,7 @@ class SpecForge(PeerAdapter):
     name = "SpecForge 0.2.0"
     packs = False
 
-    def __init__(self, target: TargetSide, strategy: Any) -> None:
+    def __init__(self, target: ZlabSide, strategy: Any) -> None:
         """strategy: a DFlashTrainStrategy around an OnlineDFlashModel."""
         super().__init__(target, strategy.trainable_module())
         self.strategy = strategy
@@ -48,7 +48,7 @@ class SpecForge(PeerAdapter):
         draft, family, base = _imports()
         from transformers import Qwen3Config
 
-        recipe, target = training.recipe, TargetSide.open(training)
+        recipe, target = training.recipe, ZlabSide.open(training)
         loss = recipe.loss
         if dict(loss.terms) != {"ce": 1.0} or recipe.draft_vocab:
             asked = f"recipe.loss.terms: {dict(loss.terms)}, recipe.draft_vocab: {recipe.draft_vocab}"

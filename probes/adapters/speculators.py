@@ -26,7 +26,7 @@ from parity.model.recipe.config import TrainingFile
 from parity.model.training.data import Batch
 from parity.probes.adapters.base import AdapterStep, NotExposed
 from parity.probes.adapters.peer import PeerAdapter
-from parity.probes.adapters.targets import TargetSide
+from parity.probes.adapters.zlab import ZlabSide
 
 SPECULATORS_TERMS = {
     "ce": "ce",
@@ -46,7 +46,7 @@ class Speculators(PeerAdapter):
 
     name = "speculators 0.9.0"
 
-    def __init__(self, target: TargetSide, model: Any, *, call: Mapping[str, object]) -> None:
+    def __init__(self, target: ZlabSide, model: Any, *, call: Mapping[str, object]) -> None:
         """model: a DFlashDraftModel. call: keywords of its forward in training, as `get_trainer_kwargs` gives them."""
         super().__init__(target, model, taps=("final.prenorm",))
         self.call = dict(call)
@@ -58,7 +58,7 @@ class Speculators(PeerAdapter):
         speculators cannot be configured for, or where it is not installed (`make peers`)."""
         core = _imports()
         # Its model from the declared configuration, seeded; then the target's tensors in their places.
-        target, recipe = TargetSide.open(training), training.recipe
+        target, recipe = ZlabSide.open(training), training.recipe
         size = recipe.draft_vocab.size if recipe.draft_vocab else target.vocabulary
         config = _config(target, size)
         with torch.random.fork_rng():
@@ -216,7 +216,7 @@ def _imports() -> Any:
     return core
 
 
-def _config(target: TargetSide, draft_vocab: int) -> Any:
+def _config(target: ZlabSide, draft_vocab: int) -> Any:
     """A DFlashSpeculatorConfig of the declared drafter, with attention that runs on a CPU."""
     from speculators.models.dflash.config import DFlashSpeculatorConfig
 
@@ -237,7 +237,7 @@ def _most_frequent(size: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _load_verifier(model: Any, target: TargetSide) -> None:
+def _load_verifier(model: Any, target: ZlabSide) -> None:
     """Its own loading where the target is a folder that it can read, else the same tensors put in place."""
     name = model.config.speculators_config.verifier.name_or_path
     if name is not None and Path(name).is_dir():

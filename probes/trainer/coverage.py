@@ -26,8 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import AnchorConfig, AnchorCoverage, is_candidate
-from parity.model.dflash.mask import PADDING
+from parity.model.training.anchors import PADDING, AnchorConfig, AnchorCoverage, is_candidate
 from parity.model.training.data import Batch
 from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.model.dflash.step import frozen as is_frozen
+from parity.model.training.step import is_frozen
 from parity.probes.adapters.base import NotExposed
 from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer

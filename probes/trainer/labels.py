@@ -25,8 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import blocks_at
-from parity.model.dflash.mask import PADDING
+from parity.model.training.anchors import PADDING, blocks_at
 from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch

@@ -29,7 +29,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from parity.model.dflash.mask import PADDING
+from parity.model.training.anchors import PADDING
 from parity.probes.adapters.base import AdapterStep, NotExposed, TargetReference
 from parity.probes.answers import FoundDeviation, make_probe_answer, one
 from parity.probes.base import ProbeAnswer

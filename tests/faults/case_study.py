@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from parity.model.dflash.step import StepOutput
 from parity.model.recipe.config import TrainingFile
 from parity.model.training.data import Batch
 from parity.model.training.states import StepStates
+from parity.model.training.step import StepOutput
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.injected.inputs import AllSlices, wider
 from tests.faults.injected.loss import CaseStudyLoss

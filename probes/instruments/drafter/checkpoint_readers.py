@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.dflash.drafter import block_ids
 from parity.model.dflash.export import AmbiguityAnswers, ImportedCheckpoint, load_checkpoint
 from parity.model.dflash.mask import training_layout
+from parity.model.training.anchors import block_ids
 from parity.probes.instruments.drafter.receptive_field import ProbeBatch
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from parity.model.dflash import mask
 from parity.model.dflash.config import RopeConfig
-from parity.model.dflash.drafter import RMSNorm, Rope, block_ids
-from parity.model.dflash.mask import CONTEXT, PADDING, BlockLayout, TokenPlaces, VisibilityRule
+from parity.model.dflash.drafter import RMSNorm, Rope
+from parity.model.dflash.mask import CONTEXT, BlockLayout, TokenPlaces, VisibilityRule
 from parity.model.dflash.step import TrainingStep
+from parity.model.training.anchors import PADDING, block_ids
 from parity.model.training.data import Batch
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.wiring import inject_fault
@@ -218,7 +219,7 @@ def _rules(change: Callable[[int, VisibilityRule], VisibilityRule]) -> Callable[
     """Other rules in the drafter's layers, before anything else is made of them."""
 
     def inject(adapter: Builtin) -> None:
-        config = adapter.trainer.drafter.config
+        config: Any = adapter.trainer.drafter.config
         layers = tuple(change(index, rule) for index, rule in enumerate(config.layers))
         adapter.trainer.drafter.config = replace(config, layers=layers)
 
@@ -235,7 +236,7 @@ def _window(change: Callable[[int, int | None], int | None]) -> Callable[[Builti
 
 def _rope(rope: RopeConfig) -> Callable[[Builtin], None]:
     def inject(adapter: Builtin) -> None:
-        drafter = adapter.trainer.drafter
+        drafter: Any = adapter.trainer.drafter
         drafter.rope = Rope(rope, drafter.config.head_dim)
 
     return inject

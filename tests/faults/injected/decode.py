@@ -15,10 +15,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from parity.model.dflash import decode
 from parity.model.dflash.config import RopeConfig
 from parity.model.dflash.drafter import ContextCache, Drafter, Rope
 from parity.model.dflash.mask import VisibilityRule
+from parity.model.drafting import decode
 from parity.model.tiny import embedded
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.wiring import InjectedFault, builtin
@@ -30,14 +30,15 @@ def _drafting(change: Callable[..., tuple[Tensor, Tensor]]) -> Change:
     """Another block at inference: `change(embeddings [A, B, D], position [A])`."""
 
     def inject(adapter: Builtin) -> None:
-        drafter = adapter.trainer.drafter
+        drafter: Any = adapter.trainer.drafter
         right = drafter.draft
 
         def draft(cache: ContextCache, embeddings: Tensor, position: Tensor, document: Tensor) -> Tensor:
             embeddings, position = change(embeddings, position)
-            return right(cache, embeddings, position, document)
+            made: Tensor = right(cache, embeddings, position, document)
+            return made
 
-        drafter.draft = draft  # type: ignore[method-assign, assignment]
+        drafter.draft = draft
 
     return inject
 
@@ -46,13 +47,13 @@ def _caching(change: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Te
     """Other states in the cache: `change(states [n, C * D], position [n], document [n])`."""
 
     def inject(adapter: Builtin) -> None:
-        drafter = adapter.trainer.drafter
+        drafter: Any = adapter.trainer.drafter
         right = drafter.extend
 
         def extend(cache: ContextCache, states: Tensor, position: Tensor, document: Tensor) -> None:
             right(cache, *change(states, position, document))
 
-        drafter.extend = extend  # type: ignore[method-assign]
+        drafter.extend = extend
 
     return inject
 
@@ -61,7 +62,7 @@ def _differing(**attributes: Callable[[Drafter], Any]) -> Change:
     """Other attributes of the drafter while it drafts and while it fills its cache."""
 
     def inject(adapter: Builtin) -> None:
-        drafter = adapter.trainer.drafter
+        drafter: Any = adapter.trainer.drafter
 
         @contextmanager
         def inference() -> Any:
@@ -142,9 +143,9 @@ def _head_scaled(adapter: Builtin) -> None:
 
 def _capped(adapter: Builtin) -> None:
     """Inference caps its hidden states, training does not."""
-    drafter = adapter.trainer.drafter
+    drafter: Any = adapter.trainer.drafter
     right = drafter.draft
-    drafter.draft = lambda *args, **options: 3 * torch.tanh(right(*args, **options) / 3)  # type: ignore[method-assign]
+    drafter.draft = lambda *args, **options: 3 * torch.tanh(right(*args, **options) / 3)
 
 
 @cache

@@ -71,7 +71,7 @@ def _ids(step: int) -> Change:
 
 def _one_layer_causal(adapter: Builtin) -> None:
     """The file says that all layers are bidirectional, one is not."""
-    drafter = adapter.trainer.drafter
+    drafter: Any = adapter.trainer.drafter
     right = drafter.config
     drafter.config = replace(right, layers=(replace(right.layers[0], causal=True), *right.layers[1:]))
     _exporting_with(adapter, right)
@@ -95,7 +95,7 @@ def _exporting_with(adapter: Builtin, config: Any) -> None:
 
 def _trained_with_other_rope(adapter: Builtin) -> None:
     """The drafter turns with another base than its configuration, which is what is written, says."""
-    drafter = adapter.trainer.drafter
+    drafter: Any = adapter.trainer.drafter
     drafter.rope = Rope(RopeConfig(rope_theta=1e6), drafter.config.head_dim)
 
 

@@ -17,7 +17,7 @@ class DetachedContext(TrainingStep):
 
     def draft(self, fc_input: Tensor, embeddings: Tensor, layout: BlockLayout) -> Tensor:
         right = self.drafter.condition
-        self.drafter.condition = lambda states: right(states).detach()  # type: ignore[method-assign]
+        self.drafter.condition = lambda states: right(states).detach()
         try:
             return super().draft(fc_input, embeddings, layout)
         finally:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import BlockLabels, blocks_at
 from parity.model.dflash.step import TrainingStep
+from parity.model.training.anchors import BlockLabels, blocks_at
 from parity.model.training.data import Batch
 from parity.model.training.loss import TeacherStates
 from tests.faults.wiring import inject_fault

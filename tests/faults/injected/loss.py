@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import BlockLabels
 from parity.model.dflash.step import TrainingStep
+from parity.model.training.anchors import BlockLabels
 from parity.model.training.loss import Dpace as DpaceWeights
 from parity.model.training.loss import ExpDecay as ExpWeights
 from parity.model.training.loss import (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import BlockLabels
+from parity.model.training.anchors import BlockLabels
 from parity.model.training.loss import TeacherStates
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.injected.loss import BF16, BLOCK8, KL, Plain

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.step import StepOutput, TrainingStep
+from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
 from parity.model.training.states import StepStates
+from parity.model.training.step import StepOutput
 from tests.faults.wiring import inject_fault
 
 

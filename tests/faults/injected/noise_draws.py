@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from parity.model.dflash.mask import BlockLayout
-from parity.model.dflash.step import StepOutput, TrainingStep
+from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
 from parity.model.training.states import StepStates
+from parity.model.training.step import StepOutput
 from tests.faults.injected.noise import FAINT, GAUSS, UNIFORM
 from tests.faults.wiring import inject_fault
 

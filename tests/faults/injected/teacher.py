@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import BlockLabels
 from parity.model.dflash.step import TrainingStep
+from parity.model.training.anchors import BlockLabels
 from parity.model.training.data import Batch
 from parity.model.training.loss import TeacherStates
 from parity.model.training.states import StepStates, SyntheticStates

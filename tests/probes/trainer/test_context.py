@@ -84,7 +84,8 @@ def test_copies_of_the_parameters_are_compared_as_they_are() -> None:
 
 def test_a_rope_that_nobody_declares_is_told_and_not_judged() -> None:
     adapter = builtin()
-    adapter.trainer.drafter.rope = Rope(RopeConfig(rope_theta=1e6), adapter.trainer.drafter.config.head_dim)
+    drafter: Any = adapter.trainer.drafter
+    drafter.rope = Rope(RopeConfig(rope_theta=1e6), drafter.config.head_dim)
     assert _answer(adapter).findings[0].fault == "rope-base"
     adapter.configured = None
     answer = _answer(adapter)

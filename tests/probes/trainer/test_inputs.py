@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from parity.model.dflash.step import StepOutput, TrainingStep
+from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
 from parity.model.training.states import StepStates
+from parity.model.training.step import StepOutput
 from parity.probes.adapters.base import NotExposed, TargetReference
 from parity.probes.adapters.builtin import Builtin
 from parity.probes.base import ProbeAnswer

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import BlockLabels
 from parity.model.dflash.step import TrainingStep
+from parity.model.training.anchors import BlockLabels
 from parity.model.training.loss import Objective, TeacherStates
 from parity.probes.adapters.base import AdapterStep, TargetReference
 from parity.probes.adapters.builtin import Builtin
