@@ -15,7 +15,8 @@ from parity.model.dflash.config import DrafterConfig, RopeConfig, layer_rules
 from parity.model.dflash.drafter import INIT_STD, Drafter
 from parity.model.dflash.mask import BlockLayout, training_layout
 from parity.model.drafting.proposer import DrafterModule
-from parity.model.recipe.config import Recipe, RunConfig, TrainingFile
+from parity.model.recipe.config import Recipe, TrainingFile
+from parity.model.recipe.parts import RunConfig
 from parity.model.training.data import Batch, Document
 from parity.model.training.states import SharedModules
 from parity.model.training.step import RecipeStep, place_drafter

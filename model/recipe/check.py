@@ -9,16 +9,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from pydantic import BaseModel
 
 from parity.errors import ParityError
 from parity.model.recipe.methods import METHODS
-
-if TYPE_CHECKING:
-    from parity.model.recipe.config import Recipe, TrainingFile
+from parity.model.recipe.parts import RecipeFields, RunConfig
 
 KeyPath = tuple[str, ...]
 """A place in the file: ("recipe", "teacher", "state")."""
@@ -74,7 +72,7 @@ def flow(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def recipe_clashes(recipe: "Recipe") -> Iterator[RecipeConflict]:
+def recipe_clashes(recipe: RecipeFields) -> Iterator[RecipeConflict]:
     """What contradicts itself within the recipe."""
     if recipe.method not in METHODS:
         yield _clash("recipe.method", None, "no such family of drafters", nearest(recipe.method, METHODS))
@@ -91,7 +89,7 @@ def _clash(first: str, second: str | None, why: str, do: str) -> RecipeConflict:
     )
 
 
-def _layer_clashes(recipe: "Recipe") -> Iterator[RecipeConflict]:
+def _layer_clashes(recipe: RecipeFields) -> Iterator[RecipeConflict]:
     layers, ids, teacher = recipe.conditioning.layers, recipe.conditioning.ids, recipe.teacher
     place = "recipe.conditioning.layers"
     if ids is None:
@@ -117,7 +115,7 @@ def _layer_clashes(recipe: "Recipe") -> Iterator[RecipeConflict]:
             yield _clash("recipe.teacher.state", "recipe.teacher.norm", why, "write norm: pre")
 
 
-def _label_clashes(recipe: "Recipe") -> Iterator[RecipeConflict]:
+def _label_clashes(recipe: RecipeFields) -> Iterator[RecipeConflict]:
     soft = [name for name in recipe.loss.terms if name != "ce"]
     labels, terms = "recipe.labels", "recipe.loss.terms"
     if recipe.needs_teacher and recipe.teacher is None:
@@ -136,7 +134,7 @@ def _label_clashes(recipe: "Recipe") -> Iterator[RecipeConflict]:
         yield _clash("recipe.draft_vocab.t2d", "recipe.draft_vocab.d2t", why, "give both files, or neither")
 
 
-def _loss_clashes(recipe: "Recipe") -> Iterator[RecipeConflict]:
+def _loss_clashes(recipe: RecipeFields) -> Iterator[RecipeConflict]:
     loss, noise = recipe.loss, recipe.noise
     for name, factor in loss.terms.items():
         if name not in LOSS_TERMS:
@@ -162,7 +160,7 @@ def _loss_clashes(recipe: "Recipe") -> Iterator[RecipeConflict]:
         yield _clash("recipe.noise.std", "recipe.noise.kind", why, do)
 
 
-def _block_clashes(recipe: "Recipe") -> Iterator[RecipeConflict]:
+def _block_clashes(recipe: RecipeFields) -> Iterator[RecipeConflict]:
     sliding, window = "sliding" in recipe.attention.layers, recipe.attention.window
     if sliding != (window is not None):
         why = "sliding layers without a window" if sliding else "a window that no layer uses"
@@ -174,9 +172,8 @@ def _block_clashes(recipe: "Recipe") -> Iterator[RecipeConflict]:
         yield _clash("recipe.frozen", None, why, "keep embed_tokens and lm_head in the list")
 
 
-def run_clashes(training: "TrainingFile") -> Iterator[RecipeConflict]:
+def run_clashes(recipe: RecipeFields, run: RunConfig) -> Iterator[RecipeConflict]:
     """What contradicts itself within `run:`, or between it and the recipe."""
-    recipe, run = training.recipe, training.run
     window, schedule, data = recipe.attention.window, run.schedule, run.data
     if window is not None and window > data.length:
         why = f"no row has {window} tokens, so the layer would be full in all but name"
@@ -212,7 +209,7 @@ def nearest(name: str, known: Iterable[Any]) -> str:
     return f"did you mean {close[0]}? There are {', '.join(names)}"
 
 
-def check_layers(recipe: "Recipe", layers: int) -> None:
+def check_layers(recipe: RecipeFields, layers: int) -> None:
     """Refuse conditioning and teacher layers that a target of `layers` decoder layers does not have."""
     conditioning, teacher = recipe.conditioning, recipe.teacher
     place, model, clash = "recipe.conditioning.layers", "recipe.target.model", None
@@ -246,7 +243,7 @@ FILES = {".gguf"}
 """Files that are a model by themselves."""
 
 
-def check_target(recipe: "Recipe", lines: KeyLines, *, ours: bool = False) -> None:
+def check_target(recipe: RecipeFields, lines: KeyLines, *, ours: bool = False) -> None:
     """Refuse a target that can only be meant as a path and is no model: not there, or something else.
 
     `owner/name` where nothing of that name is on this disk is a name on a hub, which is asked later. A Python file is

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from parity.errors import ParityError
-from parity.model.recipe.config import TrainingFile, from_data
 
 NOT_STATED = "not stated by the source; ours"
 PAPER = "arXiv 2602.06036"
@@ -250,8 +249,3 @@ def preset_data(name: str) -> dict[str, Any]:
             inner = inner.setdefault(parent, {})
         inner[last] = row.value
     return data
-
-
-def preset(name: str) -> TrainingFile:
-    """A whole training file by name. Raises ParityError for an unknown name."""
-    return from_data(preset_data(name))

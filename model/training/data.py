@@ -27,7 +27,7 @@ from torch import Tensor
 
 from parity.errors import ParityError
 from parity.files import write_atomically
-from parity.model.recipe.config import DataPart
+from parity.model.recipe.parts import DataPart
 from parity.model.target import chat
 from parity.model.tiny import corpus
 from parity.model.training.anchors import PADDING, random_words

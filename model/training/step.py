@@ -26,7 +26,8 @@ from torch import Tensor
 from parity.errors import ParityError
 from parity.model.drafting.proposer import DrafterModule
 from parity.model.recipe.check import nearest
-from parity.model.recipe.config import LossPart, Recipe, TrainingFile
+from parity.model.recipe.config import Recipe, TrainingFile
+from parity.model.recipe.parts import LossPart
 from parity.model.training.anchors import (
     AnchorConfig,
     BlockLabels,

@@ -28,7 +28,8 @@ from parity.errors import ParityError
 from parity.files import write_atomically
 from parity.model.drafting.proposer import DrafterModule
 from parity.model.family import find_family
-from parity.model.recipe.config import SchedulePart, TrainingFile, dump
+from parity.model.recipe.config import TrainingFile, dump
+from parity.model.recipe.parts import SchedulePart
 from parity.model.training import checkpoint, distributed
 from parity.model.training.data import (
     Batch,

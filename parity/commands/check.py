@@ -34,7 +34,8 @@ from parity.probes.table import TABLE, ProbeEntry
 from parity.reports.record import Report, Value
 
 if TYPE_CHECKING:
-    from parity.model.recipe.config import Recipe, TargetPart, TrainingFile
+    from parity.model.recipe.config import Recipe, TrainingFile
+    from parity.model.recipe.parts import TargetPart
 
 TRACES_MARK = "made-by-parity-check"
 """File by which a folder of traces is known to be an earlier check's."""
@@ -228,8 +229,8 @@ def _load_declared(
     recipe: "str | Path | TrainingFile | Recipe | None", adapter: str | None, model: str | None
 ) -> "TrainingFile | Recipe | None":
     """The declared wiring: a file, a preset, `tiny` where nothing was named, None for a target alone."""
-    from parity.model.recipe.config import load_declared
-    from parity.model.recipe.presets import PRESETS, preset
+    from parity.model.recipe.config import load_declared, preset
+    from parity.model.recipe.presets import PRESETS
 
     if recipe is None:
         if adapter is not None:

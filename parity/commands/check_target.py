@@ -10,7 +10,7 @@ from parity.errors import ParityError
 from parity.model.target import backends
 
 if TYPE_CHECKING:
-    from parity.model.recipe.config import TargetPart
+    from parity.model.recipe.parts import TargetPart
 
 GENERIC_PROMPTS = (
     "The speed of light in a vacuum is a constant, and it follows that two observers who move apart",

@@ -212,8 +212,7 @@ def import_(
     import torch
 
     from parity.model.family import find_family
-    from parity.model.recipe.config import dump, load_training_file
-    from parity.model.recipe.presets import preset
+    from parity.model.recipe.config import dump, load_training_file, preset
     from parity.model.training.checkpoint import TRAINING, Checkpoints
 
     folder, run = Path(out), Path(checkpoint)

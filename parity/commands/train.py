@@ -121,7 +121,7 @@ def read_training(
 ) -> "TrainingFile":
     """The training file, or the preset where there is none, with `steps` put in."""
     from parity.model.recipe.config import TrainingFile, load_training_file
-    from parity.model.recipe.presets import preset as preset_of
+    from parity.model.recipe.config import preset as preset_of
 
     if isinstance(recipe, TrainingFile):
         training = recipe

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 from parity.errors import ParityError
 from parity.gating.conformance import read_conformance, save_conformance
-from parity.model.recipe.config import Recipe, WatchPart
+from parity.model.recipe.config import Recipe
+from parity.model.recipe.parts import WatchPart
 from parity.model.training.step import StepOutput
 from parity.model.training.trainer import Trainer
 from parity.options import accept_fields

@@ -36,7 +36,7 @@ def measure(size: str) -> None:
     from parity.model.target.backends import isolate, parse_backend
 
     isolate(parse_backend("torch"))
-    from parity.model.recipe.presets import preset
+    from parity.model.recipe.config import preset
     from parity.model.training import states
     from parity.probes.adapters.builtin import Builtin
     from parity.probes.query import query_probes

@@ -36,7 +36,7 @@ from parity.model.drafting.decode import (
 )
 from parity.model.drafting.proposer import DrafterModule
 from parity.model.drafting.session import EmbeddingAndHead
-from parity.model.recipe.presets import preset
+from parity.model.recipe.config import preset
 from parity.model.target.backends import isolate, parse_backend
 from parity.model.target.load import Target
 from parity.model.tiny import corpus

@@ -31,8 +31,7 @@ from typing import Any
 
 import torch
 
-from parity.model.recipe.config import TrainingFile
-from parity.model.recipe.presets import preset
+from parity.model.recipe.config import TrainingFile, preset
 from parity.model.target.backends import isolate, parse_backend
 from parity.model.training.trainer import Trainer
 

@@ -19,9 +19,8 @@ from parity.errors import ParityError
 from parity.model.drafting.decode import DecodeConfig, decode, greedy, offline_tau
 from parity.model.drafting.session import find_ends
 from parity.model.family import find_family
-from parity.model.recipe.config import TrainingFile, dump
+from parity.model.recipe.config import TrainingFile, dump, preset
 from parity.model.recipe.methods import METHODS
-from parity.model.recipe.presets import preset
 from parity.model.training.build import open_trainer
 from parity.model.training.checkpoint import load_drafter
 from parity.model.training.data import Batch

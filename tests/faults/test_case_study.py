@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from parity.commands.check import check
-from parity.model.recipe.presets import preset
+from parity.model.recipe.config import preset
 from parity.probes.query import query_probes
 from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Finding, Report

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parity.model.dflash.step import TrainingStep
-from parity.model.recipe.presets import preset
+from parity.model.recipe.config import preset
 from parity.probes.adapters.base import Adapter
 from parity.probes.adapters.builtin import Builtin
 

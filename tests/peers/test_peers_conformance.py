@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parity.model.recipe.presets import preset
+from parity.model.recipe.config import preset
 from parity.probes.ask import WiringAnswers, ask_trainer
 
 SPECULATORS: dict[str, Any] = {

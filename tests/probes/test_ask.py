@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.recipe.config import Recipe
-from parity.model.recipe.presets import preset
+from parity.model.recipe.config import Recipe, preset
 from parity.probes.adapters.base import AdapterStep
 from parity.probes.adapters.builtin import Builtin
 from parity.probes.ask import SHIPPED, ask_trainer, check_names, open_adapter, wiring_probes

@@ -14,7 +14,7 @@ import pytest
 import parity.probes
 from parity.commands.plan import CAPTURE_STEPS, FLOORS, OPERATORS, plan_steps
 from parity.gating.baseline import WIRING
-from parity.model.recipe.presets import preset
+from parity.model.recipe.config import preset
 from parity.probes.adapters.base import Adapter
 from parity.probes.adapters.builtin import Builtin
 from parity.probes.deviations import DEVIATIONS

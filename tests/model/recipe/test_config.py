@@ -19,8 +19,9 @@ from parity.model.recipe.config import (
     load_training_file,
     merge_values,
     parse_training_file,
+    preset,
 )
-from parity.model.recipe.presets import PRESETS, preset
+from parity.model.recipe.presets import PRESETS
 
 
 def refusal(text: str) -> str:

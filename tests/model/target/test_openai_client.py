@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from parity.errors import ParityError
-from parity.model.recipe.presets import preset
+from parity.model.recipe.config import preset
 from parity.model.target.openai_client import address, regenerate_by_server
 from parity.model.tiny import corpus
 from parity.model.tiny.embedded import tokenizer

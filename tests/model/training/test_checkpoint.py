@@ -13,7 +13,7 @@ import torch
 
 from parity.errors import ParityError
 from parity.model.dflash.step import new_drafter
-from parity.model.recipe.presets import preset
+from parity.model.recipe.config import preset
 from parity.model.training import checkpoint
 from parity.model.training.checkpoint import (
     Checkpoints,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parity.errors import ParityError
-from parity.model.recipe.config import DataPart
+from parity.model.recipe.parts import DataPart
 from parity.model.target import chat
 from parity.model.tiny import corpus, embedded
 from parity.model.training import data

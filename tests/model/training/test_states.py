@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.recipe.config import Recipe, TrainingFile
-from parity.model.recipe.presets import preset
+from parity.model.recipe.config import Recipe, TrainingFile, preset
 from parity.model.training.data import Batch, Document, make_batch, read_documents
 from parity.model.training.states import (
     OnlineStates,

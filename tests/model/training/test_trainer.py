@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.recipe.config import TrainingFile
-from parity.model.recipe.presets import preset
+from parity.model.recipe.config import TrainingFile, preset
 from parity.model.training.build import open_trainer
 from parity.model.training.checkpoint import find_checkpoint, load_drafter
 from parity.model.training.data import make_batch

@@ -18,8 +18,7 @@ from parity.commands.train import _validation
 from parity.errors import ParityError
 from parity.model.dflash.step import new_drafter
 from parity.model.drafting.decode import Cycle, DecodeConfig, DecodeResult
-from parity.model.recipe.config import dump, load_training_file
-from parity.model.recipe.presets import preset
+from parity.model.recipe.config import dump, load_training_file, preset
 from parity.model.training.checkpoint import Checkpoints, find_checkpoint, load_drafter
 from parity.model.training.trainer import Trainer
 from parity.reports import schema

@@ -19,8 +19,7 @@ from parity.cli import main as cli
 from parity.errors import ParityError
 from parity.gating.conformance import read_conformance, save_conformance
 from parity.model.dflash.step import TrainingStep
-from parity.model.recipe.config import TrainingFile, dump
-from parity.model.recipe.presets import preset
+from parity.model.recipe.config import TrainingFile, dump, preset
 from parity.model.training.build import open_trainer
 from parity.model.training.data import Batch
 from parity.model.training.states import StepStates
@@ -654,7 +653,7 @@ from dataclasses import replace
 import torch
 torch.set_num_threads(1)
 from parity.model.training.build import open_trainer
-from parity.model.recipe.presets import preset
+from parity.model.recipe.config import preset
 import parity
 
 trainer = open_trainer(preset("tiny").with_values({

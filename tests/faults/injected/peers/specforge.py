@@ -8,7 +8,7 @@ from specforge.algorithms.common import dflash_family_data as data
 from specforge.algorithms.common import dflash_family_model as family
 from specforge.modeling.draft import dflash as draft
 
-from parity.model.recipe.presets import preset
+from parity.model.recipe.config import preset
 from parity.probes.adapters.specforge import SpecForge
 from tests.faults.mutation import Patch, apply_patches, mutate
 from tests.faults.wiring import HealthyVariant, InjectedFault

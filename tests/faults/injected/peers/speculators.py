@@ -8,7 +8,7 @@ from speculators.losses import utils as losses
 from speculators.models.dflash import core, metrics
 from speculators.train import data
 
-from parity.model.recipe.presets import preset
+from parity.model.recipe.config import preset
 from parity.probes.adapters.speculators import Speculators
 from tests.faults.mutation import Patch, apply_patches, mutate
 from tests.faults.wiring import HealthyVariant, InjectedFault
