@@ -60,15 +60,14 @@ def assert_parity(
         ParityError: Something cannot be read.
     """
     __tracebackhide__ = True
-    from parity.commands.compare import CompareOptions, compare_sides, report_sides
+    from parity.commands.compare import compare_sides, report_sides
     from parity.errors import NothingComparable
     from parity.gating.gate import gate
 
+    # Nothing compared is a failed test, never a pass.
     rules = _policy(policy)
     try:
-        comparison, pair = compare_sides(
-            a, b, CompareOptions(golden=golden, floor=floor, policy=rules, taps=taps)
-        )
+        comparison, pair = compare_sides(a, b, golden=golden, floor=floor, policy=rules, taps=taps)
         report = report_sides(comparison, pair, "assert_parity")
         verdict = gate(report, policy=rules, baseline=baseline)
     except NothingComparable as error:

@@ -9,8 +9,6 @@ Massive channels are kept apart as they are, or their rounding would hide all ot
 float16 and scaled by the norm: 60 times smaller at 4,096 channels, and two differ by 2e-4 from rounding alone.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -18,13 +16,13 @@ import torch
 from torch import Tensor
 
 from parity.kernel.outlier_channels import channel_mean_square, pick_outliers
+from parity.tracing.sketched import TapSketch
 
 DIMS, SEED = 64, 0
 RESOLUTION = {torch.float16: 2.0**-11, torch.float32: 2.0**-23}
 """Relative error that storing two projections alone may show, by the dtype they are stored in: one eps."""
 _CHUNK = 1 << 22
 """Elements that are widened at a time."""
-SKETCH_PARTS = ("norms", "projection", "massive", "channels")
 
 
 @lru_cache(maxsize=8)
@@ -33,30 +31,6 @@ def signs(width: int, seed: int = SEED, dims: int = DIMS) -> Tensor:
     words = np.random.Philox(key=seed).random_raw(-(-width * dims // 64))
     bits = np.unpackbits(np.asarray(words, "<u8").view(np.uint8), bitorder="little")[: width * dims]
     return torch.from_numpy(bits.astype(np.float32).reshape(width, dims) * 2 - 1)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TapSketch:
-    """What is kept of one tap of one request."""
-
-    norms: Tensor
-    """[tokens, 2] float32: of the whole row, and without the massive channels. Not finite where a state is not."""
-    projection: Tensor
-    """[tokens, dims] of the row without the massive channels, divided by its norm; float16 or float32."""
-    massive: Tensor
-    """[tokens, k] float32: the massive channels' values."""
-    channels: Tensor
-    """[k] int32: which channels those are."""
-
-    def tensors(self, tap: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """By name in a shard: those with a row a token, and the others."""
-        rows = {name: getattr(self, name) for name in SKETCH_PARTS[:3]}
-        return {f"{tap}:{name}": part for name, part in rows.items()}, {f"{tap}:channels": self.channels}
-
-    @classmethod
-    def of_tensors(cls, held: Mapping[str, Tensor]) -> "TapSketch":
-        """From the four parts by name."""
-        return cls(**{name: held[name] for name in SKETCH_PARTS})
 
 
 def sketch(states: Tensor, *, seed: int = SEED, dims: int = DIMS) -> TapSketch:

@@ -59,7 +59,7 @@ def compare(
     Two conformance.json of checks are compared fact by fact.
     """
     from parity.cli.output import counting, report_folder
-    from parity.commands.compare import CompareOptions, compare_sides, report_sides
+    from parity.commands.compare import compare_sides, report_sides
     from parity.diagnosis.kinds import diagnose_or_why
     from parity.model.training.distributed import join, leave
 
@@ -90,7 +90,9 @@ def compare(
     ranks = join("cpu")
     try:
         with counting("compare", "tokens", ranks.first) as progress:
-            options = CompareOptions(
+            comparison, pair = compare_sides(
+                a,
+                b,
                 golden=golden,
                 taps=taps,
                 policy=policy,
@@ -102,7 +104,6 @@ def compare(
                 work=out.with_name(out.name + ".partial") if out is not None else None,
                 progress=progress,
             )
-            comparison, pair = compare_sides(a, b, options)
         leave(together=True)
     finally:
         leave()  # after an error: the others meet it, too

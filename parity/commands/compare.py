@@ -1,20 +1,19 @@
 """Two paths compared: what is there is opened (traces, sketches, dumps of other tools), compared, and reported.
 
     comparison = compare("out/a", "hidden_states/")              # parity.compare
-    comparison, pair = compare_sides("out/a", "hidden_states/", CompareOptions())    # and how each side was read
-    report = report_sides(comparison, pair, "parity compare ...")                    # what the command prints
+    comparison, pair = compare_sides("out/a", "hidden_states/")      # and how each side was read
+    report = report_sides(comparison, pair, "parity compare ...")   # what the command prints
 
 The command, the function and the pytest assertion all come through here, so they accept the same things.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from glob import escape
 from pathlib import Path
-from typing import TypedDict, Unpack, get_args
+from typing import get_args
 
 from parity.comparison.records import Comparison
-from parity.comparison.sketch import open_trace
 from parity.comparison.tolerance import Floor, Policy
 from parity.comparison.traces import ComparisonProgress, compare_traces, measure_floor
 from parity.diagnosis.records import Diagnosis
@@ -25,17 +24,24 @@ from parity.dumps.report import source_problems, with_sources
 from parity.errors import NothingComparable, ParityError
 from parity.gating import environment
 from parity.model.training.distributed import Ranks
+from parity.options import accept_fields
 from parity.reports.record import Finding, Report, Table
+from parity.tracing.sketched import open_trace
 from parity.tracing.trace import Manifest, Trace
 
 Source = str | Path | Trace
 """A trace or a sketch (a folder, or opened), or another tool's dump (a file or a folder)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CompareOptions:
-    """How two sides are compared; checked when it is made."""
+    """What is compared, and how; checked when it is made."""
 
+    a: Source
+    """The candidate: a path, or an opened trace."""
+    b: Source
+    """The reference."""
+    _: KW_ONLY
     golden: Source | None = None
     """A float64 trace of the same prompts, which judges both sides."""
     floor: str | Path | Floor | None = None
@@ -65,22 +71,8 @@ class CompareOptions:
             raise ParityError("a comparison", f"align={self.align!r}", "give 'tokens' or 'order'")
 
 
-class CompareKeywords(TypedDict, total=False):
-    """The fields of `CompareOptions` as keyword arguments, for type checkers."""
-
-    golden: Source | None
-    floor: str | Path | Floor | None
-    policy: str | Path | Policy | None
-    taps: Sequence[str] | None
-    mapping: str | Path | Mapping | None
-    align: RowAlignment | None
-    progress: ComparisonProgress | None
-    threads: int
-    ranks: Ranks | None
-    work: Path | None
-
-
-def compare(a: Source, b: Source, **options: Unpack[CompareKeywords]) -> Comparison:
+@accept_fields(CompareOptions)
+def compare(options: CompareOptions) -> Comparison:
     """Compare candidate `a` with reference `b`, each a trace or a dump of another tool, as `parity compare` does.
 
     What a dump's slices were taken for and are not is listed in `source_problems`, and fails.
@@ -88,28 +80,28 @@ def compare(a: Source, b: Source, **options: Unpack[CompareKeywords]) -> Compari
     Args:
         a: The candidate: a path, or an opened trace.
         b: The reference.
-        options: Any of these keywords, which are the fields of `CompareOptions`:
-            golden: A float64 trace of the same prompts, which judges both sides.
-            floor: Measured benign differences: a JSON file, a `Floor`, or a trace's folder to measure them from.
-            policy: Limits per tap: a YAML or JSON file, or a `Policy`.
-            taps: Names or globs of taps; all by default.
-            mapping: What a dump does not say (layers, axes, files): a YAML file, or a `Mapping`.
-            align: `"order"` pairs rows where a dump holds no token ids.
-            progress: Called with tokens done, tokens in all, and the request that was read last.
-            threads: Threads that read large tensors, 1 by default.
-            ranks: Processes that share the work.
-            work: A folder for finished units, so that an interrupted comparison goes on.
+        golden: A float64 trace of the same prompts, which judges both sides.
+        floor: Measured benign differences: a JSON file, a `Floor`, or a trace's folder to measure them from.
+        policy: Limits per tap: a YAML or JSON file, or a `Policy`.
+        taps: Names or globs of taps; all by default.
+        mapping: What a dump does not say (layers, axes, files): a YAML file, or a `Mapping`.
+        align: `"order"` pairs rows where a dump holds no token ids.
+        progress: Called with tokens done, tokens in all, and the request that was read last.
+        threads: Threads that read large tensors, 1 by default.
+        ranks: Processes that share the work.
+        work: A folder for finished units, so that an interrupted comparison goes on.
 
     Raises:
         ParityError: What cannot be read.
         NothingComparable: The sides share nothing, or a dump without token ids would have to be paired by its order
             without `align`.
     """
-    comparison, pair = compare_sides(a, b, CompareOptions(**options))
+    comparison, pair = compare_sides(**vars(options))
     return replace(comparison, source_problems=source_problems(pair))
 
 
-def compare_sides(a: Source, b: Source, options: CompareOptions) -> tuple[Comparison, ComparablePair]:
+@accept_fields(CompareOptions)
+def compare_sides(options: CompareOptions) -> tuple[Comparison, ComparablePair]:
     """The comparison of `compare`, and the pair as it was read; `report_sides` reports both.
 
     Raises ParityError and NothingComparable as `compare` does.
@@ -118,8 +110,8 @@ def compare_sides(a: Source, b: Source, options: CompareOptions) -> tuple[Compar
     policy, taps = options.policy, options.taps
     # What each side is comes first: a dump says which taps it holds.
     pair = open_pair(
-        _as_path_or_trace(a),
-        _as_path_or_trace(b),
+        _as_path_or_trace(options.a),
+        _as_path_or_trace(options.b),
         Mapping.load(Path(mapping)) if isinstance(mapping, str | Path) else mapping,
         align=options.align,
     )
@@ -188,6 +180,7 @@ def environments(
         found = environment.environment_differences(*sides)
     except NothingComparable:
         return None
+    # A warning by itself; beside a comparison it is evidence for or against.
     title = f"{name}.environment"
     finding = environment.finding_of(*sides, found, title)
     passes, warned = comparison.outcome == "pass", finding.outcome == "warn"

@@ -76,6 +76,7 @@ def align(a: Trace, b: Trace, taps: Sequence[str] | None = None) -> Alignment:
     requests = tuple(pair for pair in pairs if pair.rows)
     tap_pairs, tap_loose = _pair_taps(a, b, names)
     loose += [item for pair in pairs for item in _token_difference(pair)]
+    # Nothing in common is an error of its own, named by what is missing: a request, a token, a tap.
     if not pairs:
         raise NothingComparable(
             f"requests common to {a.path} and {b.path}",
@@ -115,10 +116,12 @@ def _chosen(a: Trace, b: Trace, taps: Sequence[str] | None) -> list[str]:
 def _pair_requests(a: Trace, b: Trace) -> tuple[list[RequestPair], int, list[UnpairedItem]]:
     """Pairs in a's order, how many of them by token ids only, and the requests without a partner."""
     others = {request.id: request for request in b.requests}
+    # First those with equal ids and equal tokens.
     partner: dict[str, tuple[RequestEntry, Literal["id", "token ids"]]] = {}
     for request in a.requests:
         if request.id in others and others[request.id].token_ids == request.token_ids:
             partner[request.id] = (others.pop(request.id), "id")
+    # Then those with equal tokens under other ids, each partner once.
     by_tokens: dict[tuple[int, ...], list[RequestEntry]] = {}
     for other in others.values():
         by_tokens.setdefault(other.token_ids, []).append(other)
@@ -127,6 +130,7 @@ def _pair_requests(a: Trace, b: Trace) -> tuple[list[RequestPair], int, list[Unp
             other = by_tokens[request.token_ids].pop(0)
             partner[request.id] = (others.pop(other.id), "token ids")
     for request in a.requests:
+        # Last, equal ids whose tokens part somewhere: the common prefix is compared.
         if request.id not in partner and request.id in others:
             partner[request.id] = (others.pop(request.id), "id")
     pairs = [
@@ -190,6 +194,7 @@ def _pair_taps(a: Trace, b: Trace, names: Sequence[str]) -> tuple[list[TapPair],
     types = a.manifest.target.layer_types
     for name in names:
         if name not in a.taps or name not in b.taps:
+            # One side only: never dropped, a comparison counts it.
             side: UnpairedSide = "a" if name in a.taps else "b"
             held = (a if side == "a" else b).tap(name)
             loose.append(
@@ -197,6 +202,7 @@ def _pair_taps(a: Trace, b: Trace, names: Sequence[str]) -> tuple[list[TapPair],
             )
             continue
         left, right = a.tap(name), b.tap(name)
+        # Another width is another tensor; another dtype is compared, and listed.
         if left.width != right.width:
             loose.append(
                 UnpairedItem(

@@ -276,6 +276,7 @@ def _word_without_control(c: Comparison, _: TapResult) -> tuple[str, str]:
 
 def _controls(c: Comparison, name: str) -> Finding:
     """Could the gate have failed at all?"""
+    # A control that passes means no power; one that cannot be made is no answer.
     results = [(tap.tap, control) for tap in c.taps for control in tap.controls]
     passed = [f"{tap}, {control.name}" for tap, control in results if control.refused is False]
     left_out = [f"{tap}, {control.name}" for tap, control in results if control.refused is None]
@@ -285,6 +286,7 @@ def _controls(c: Comparison, name: str) -> Finding:
         ("passed", len(passed)),
         ("left out", len(left_out)),
     )
+    # A gate that accepts a broken copy would accept anything: an error, whatever else passed.
     if passed:
         return Finding(
             name=f"{name}.controls",
@@ -361,6 +363,7 @@ def _layers(c: Comparison, name: str) -> Table:
 
 def _profile(c: Comparison, name: str) -> Table:
     """The error over the model's depth, with its floor, one row a point."""
+    # In long form, as a chart wants it: one row a tap and line.
     rows: list[tuple[Value, ...]] = []
     for tap in c.taps:
         points = (
@@ -394,6 +397,7 @@ def _profile(c: Comparison, name: str) -> Table:
 
 def _heat(c: Comparison, name: str) -> Table:
     """The error of each tap and token position, one row a cell."""
+    # A heat map has one row a cell; columns may cover several tokens.
     texts = c.heat.texts or (("",) * len(c.heat.starts),) * len(c.heat.taps)
     rows = tuple(
         (tap, start, value, text)

@@ -170,8 +170,10 @@ def _result(tap: TapAccumulator, policy: Policy) -> TapResult:
     """Everything about one tap in numbers, with its verdict."""
     pair, rules, gap, robust_gap = tap.pair, tap.rules, tap.column("gap"), tap.column("robust_gap")
     t = dict(zip(FIELDS, tap.totals.tolist(), strict=True))
+    # Elements that both sides hold finite: means are taken over these.
     nonfinite = (int(t["bad_a"]), int(t["bad_b"]), int(t["bad_both"]))
     count = max(1, tap.rows * pair.width - nonfinite[0] - nonfinite[1] + nonfinite[2])
+    # The verdict: the gate, whether it had power, and faults that no limit excuses.
     judgement, controls = judge_tap(tap.evidence(), rules), _controls(tap)
     faults = data_faults(
         nonfinite=nonfinite,
@@ -243,6 +245,7 @@ def comparison_of(inputs: ComparisonInputs, gathered: Sequence[TapAccumulator]) 
     a, b, golden, alignment = inputs.a.manifest, inputs.b.manifest, inputs.golden, inputs.alignment
     results = tuple(_result(tap, inputs.policy) for tap in gathered)
     places = _TokenPlaces(alignment.requests, gathered)
+    # Where it begins, and what a reader has to know about how it was judged.
     first = _begins(gathered, results, places)
     other_dtype = inputs.policy.allow_other_dtype
     missing = [tap.pair.name for tap in gathered if golden is not None and not tap.golden]
@@ -252,6 +255,7 @@ def comparison_of(inputs: ComparisonInputs, gathered: Sequence[TapAccumulator]) 
         notes += (ESTIMATED, *(_asked_for(each) for each in further))
     if missing:
         notes += (f"the golden holds no {', '.join(missing)}: judged by the floor",)
+    # What was compared, its verdicts, and what could not be paired.
     return Comparison(
         sides=(str(inputs.a.path), str(inputs.b.path)),
         backends=(backend_of(a), backend_of(b)),

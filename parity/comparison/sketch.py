@@ -1,6 +1,5 @@
-"""Sketch traces beside full ones: read, compared by estimates, and what to capture in full where they fail.
+"""Sketch traces beside full ones: compared by estimates, and what to capture in full where they fail.
 
-    trace = open_trace(Path("step-1000"))                  # a `Trace`, or a `SketchTrace`
     stats = sketch_stats(*sketch_sides([(a, "r0"), (b, "r0")], "layer.3.out", slice(0, 100)))
 
 Two sketches, or a sketch and a full trace, are compared through the same gates as two traces. What is squared and
@@ -10,7 +9,6 @@ a projection does not tell (largest element, means, channels, ULP) is NaN.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,12 +18,13 @@ from parity.comparison.records import Escalation, TapResult
 from parity.comparison.tolerance import WORST_TOKEN, TapFloor, TapRules
 from parity.errors import ParityError
 from parity.kernel.sums import FIELDS, PairStats
-from parity.model.target.sketching import RESOLUTION, SKETCH_PARTS, TapSketch, project, signs
+from parity.model.target.sketching import RESOLUTION, project, signs
+from parity.tracing.sketched import SketchTrace
 from parity.tracing.trace import Trace
 
 SLACK = 1.4
-"""How much further a limit lies for an estimate: 64 signs estimate a norm within .68 to 1.36 of it over 8,192 tokens
-(facts/compare.md 0.10), and the worst of many tokens is judged."""
+"""How much further a limit lies for an estimate: 64 signs estimate a norm within .68 to 1.36 of it over
+8,192 tokens (docs/evidence.md, "Sketches"), and the worst of many tokens is judged."""
 OPEN_FROM = 0.7
 """Share of a full trace's limit above which an estimated token may in truth be beyond it."""
 WORST_REQUESTS = 4
@@ -104,53 +103,6 @@ SKETCH_CONTROLS = {
     "channels shuffled": SketchRows.shuffle_dimensions,
 }
 """The negative controls of `tolerance.CONTROLS`, made of sketches."""
-
-
-class SketchTrace(Trace):
-    """A sketch trace: the manifest of a trace, and of each tap what `sketching` keeps."""
-
-    def tensor(self, request_id: str, tap: str) -> torch.Tensor:
-        """A sketch has no states. Raises ParityError."""
-        raise ParityError(
-            f"the states of {tap} in {self.path}",
-            "a sketch of them",
-            "capture them in full, without --sketch",
-        )
-
-    def sketch(self, request_id: str, tap: str) -> TapSketch:
-        """What is kept of one tap of one request. Raises ParityError for a damaged shard."""
-        entry, info = self.request(request_id), self.tap(tap)
-        dims = self.manifest.sketch.dims if self.manifest.sketch is not None else 0
-        shard = self.shard_of(entry)
-        try:
-            held = TapSketch.of_tensors({name: shard.get_tensor(f"{tap}:{name}") for name in SKETCH_PARTS})
-        except Exception as error:
-            raise ParityError(
-                f"{tap} of request {request_id!r} in {self.path / entry.shard}",
-                f"a damaged shard ({error})",
-                "capture that sketch again",
-            ) from error
-        rows, count = entry.rows, held.channels.numel()
-        shapes = [tuple(getattr(held, name).shape) for name in SKETCH_PARTS]
-        inside = not count or 0 <= int(held.channels.min()) <= int(held.channels.max()) < info.width
-        if shapes != [(rows, 2), (rows, dims), (rows, count), (count,)] or not inside:
-            raise ParityError(
-                f"{tap} of request {request_id!r} as a sketch of [{rows}, {info.width}]",
-                f"parts of {', '.join(str(shape) for shape in shapes)} in {entry.shard}",
-                "capture that sketch again; shard and manifest disagree",
-            )
-        return held
-
-
-def open_trace(folder: Path) -> Trace:
-    """A trace or a sketch trace. Raises ParityError as `Trace.open` does."""
-    trace = Trace.of_folder(folder)
-    return trace if trace.manifest.sketch is None else SketchTrace(trace.path, trace.manifest)
-
-
-def is_sketch(trace: Trace) -> bool:
-    """Whether the trace holds sketches."""
-    return trace.manifest.sketch is not None
 
 
 def common_seed(traces: Sequence[Trace]) -> int:

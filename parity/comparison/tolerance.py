@@ -33,7 +33,7 @@ Gate = Literal["semantic", "kernel"]
 
 GROWTH = 1.03
 """Factor by which rounding grows per layer: the C of NVIDIA BioNeMo's bound k * C**depth * eps
-(facts/compare.md 1.6); 24 layers of a residual MLP with attention measured here grew by 1.03 to 1.05."""
+(docs/evidence.md, "Growth with depth"); 24 layers of a residual MLP with attention grew by 1.03 to 1.05 here."""
 WIDE_K, NARROW_K = 4.0, 2.0
 """The k of that bound, in units of the dtype's eps. Measured rms over tokens, without two massive channels:
 float32 1.5 to 3.7 eps (layers 0 to 23, against float64 and against 8-way split sums), bfloat16 and float16
@@ -59,12 +59,13 @@ class Limit:
 
 
 FLOOR_MARGIN: dict[Gate, Limit] = {"semantic": Limit(8, 4), "kernel": Limit(2, 2.5)}
-"""How many floors are allowed. In float32 the smallest planted faults are 300 floors and more (backends.md,
-section 2), so 8 hides none; in 16 bits the limits are those of GOLDEN_RATIO in units of rms: 2, and 5 * 2."""
+"""How many floors are allowed. In float32 the smallest injected faults are 300 floors and more (docs/evidence.md,
+"Sizes of faults in float32"), so 8 hides none; in 16 bits the limits are those of GOLDEN_RATIO in units of rms: 2, and
+5 * 2."""
 GOLDEN_RATIO: dict[Gate, Limit] = {"semantic": Limit(16, 40), "kernel": Limit(2, 5)}
 """How many times the reference side's error to the golden is allowed. 2 is FlashAttention's test rule and
 msprobe's RMSE ratio, 5 its middle limit for maxima; benign bf16 pairs had 1.2 and 1.6, a 1 % error in
-float32 5,000 (facts/compare.md 3.4 and 4.1)."""
+float32 5,000 (docs/evidence.md)."""
 _AT_ONCE = 1 << 20
 _EPS = {
     "float8_e4m3fn": 2.0**-3,
@@ -381,4 +382,4 @@ def _if_changed(b: torch.Tensor, codes: torch.Tensor) -> torch.Tensor | None:
 
 
 CONTROLS = {"rolled by one token": roll_tokens, "channels shuffled": shuffle_channels}
-"""Broken copies of side B that every gate must refuse (facts/compare.md section 4, point 8)."""
+"""Broken copies of side B that every gate must refuse: one that accepts them has no power."""

@@ -37,7 +37,6 @@ from parity.comparison.results import (
 from parity.comparison.sketch import (
     SKETCH_CONTROLS,
     SketchRows,
-    is_sketch,
     sketch_sides,
     sketch_stats,
     sketched_rules,
@@ -63,6 +62,7 @@ from parity.kernel.sums import (
     pick_outliers,
 )
 from parity.model.training.distributed import Ranks
+from parity.tracing.sketched import is_sketch
 from parity.tracing.trace import NOT_STATED, Trace
 
 TapRows = torch.Tensor | SketchRows
@@ -127,11 +127,13 @@ def compare_traces(
     policy = policy or Policy()
     alignment = align(a, b, taps)
     sketched = is_sketch(a) or is_sketch(b)
+    # What belongs together, and whether the golden can judge it.
     golden_ids = _golden_requests(golden, a, b, alignment, sketched) if golden is not None else {}
     held = [golden is not None and _holds(golden, pair) for pair in alignment.taps]
     rows = [pair.rows for pair in alignment.requests]
     columns = kept_columns(len(alignment.taps), len(PART_COLUMNS) if any(held) else 3, sum(rows))
     first = alignment.requests[0]
+    # For each tap its limits, and the outlier channels of its first rows.
     gathered = []
     for index, pair in enumerate(alignment.taps):
         dtype = coarsest(pair.dtype_a, pair.dtype_b, a.manifest.dtype, b.manifest.dtype)
@@ -146,6 +148,7 @@ def compare_traces(
                 pair=pair, rules=rules, columns=columns[index], golden=held[index], outliers=chosen
             )
         )
+    # The first pass over all rows, shared out in units.
     width = sum(pair.width for pair in alignment.taps)
     reader = _Reader(
         a=a,
@@ -158,6 +161,7 @@ def compare_traces(
     )
     shared = WorkShare(ranks=ranks or Ranks(), folder=work, fingerprint=_fingerprint(reader, gathered))
     reader.gather(gathered, shared, progress)
+    # Where the first rows misled about outlier channels, that tap is read again.
     wrong = [outliers_wrong(tap) for tap in gathered]
     gathered = [tap.again() if again else tap for tap, again in zip(gathered, wrong, strict=True)]
     reader.gather([tap for tap in gathered if tap.recomputed], shared, progress, "-again")
@@ -212,6 +216,7 @@ def _golden_requests(
             "a ratio of two estimates, which may be off by two",
             "compare sketches without a golden, and full traces with one",
         )
+    # It has to be float64, by independent operators, of the same weights and tokens.
     low = sorted({golden.tap(name).dtype for name in golden.taps} - {"float64"})
     if low:
         raise ParityError(
@@ -233,6 +238,7 @@ def _golden_requests(
             f"other weights than side {letter}'s",
             f"capture the golden from the checkpoint of side {letter}",
         )
+    # Its requests may have other ids and more rows, but none fewer.
     known = {pair.a.id: pair for pair in align(b, golden).requests}
     lacking = [
         pair.b.id
@@ -363,20 +369,24 @@ class _Reader:
         a: TapRows
         b: TapRows
         gold: torch.Tensor | None = None
+        # The rows, or what a sketch knows of them.
         if self.implementation == "sketch":
             a, b = sketch_sides([(self.a, request.a.id), (self.b, request.b.id)], name, rows)
         else:
             a, b = self.a.tensor(request.a.id, name)[rows], self.b.tensor(request.b.id, name)[rows]
         if tap.golden and self.golden is not None:
             gold = self.golden.tensor(self.golden_ids[request.b.id], name)[rows]
+        # Per token: the judged error, two cosine gaps, and both sides' errors to the golden.
         stats = self._stats(a, b, tap, full=True)
         columns: list[NDArray[np.floating]] = [token_errors(stats, robust=True)]
         columns += [stats.cosine_gap(), stats.cosine_gap(robust=True)]
         if gold is not None:
             columns += [token_errors(self._stats(side, gold, tap), robust=True) for side in (a, b)]
+        # Sums over all tokens, which add up over pieces.
         zero_a, zero_b = stats.zero_rows()
         totals = np.ascontiguousarray(stats.sums).sum(axis=1)
         totals[_MAX] = stats.field("max_abs").max(initial=0.0)
+        # Controls run on the tap's first rows alone.
         short = min(a.shape[0], max(0, _control_rows(tap.pair.width) - row))
         base = columns[-1].astype(np.float32)[:short] if gold is not None else None
         return TapPart(

@@ -45,6 +45,7 @@ def diagnose_attention(case: FailingComparison) -> KindVerdict:
     if isinstance(found, str):
         return found
     series = found.series
+    # A row that may see no key is not finite.
     bad = sum(series.result.nonfinite[:2])
     if bad:
         rows = int(sum(np.isinf(row).sum() for row in series.errors))
@@ -63,6 +64,7 @@ def diagnose_attention(case: FailingComparison) -> KindVerdict:
             next_step="look at the mask's rows of these tokens",
             evidence=found.evidence(),
         )
+    # Not causal: the first token sees more than itself, the last one sees all anyway.
     if 0 not in found.tokens:
         return "the first token is exact"
     ends = [series.errors[r][-1] <= series.limit for r in found.wrong]

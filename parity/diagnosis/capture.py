@@ -87,11 +87,13 @@ def layer_ids(case: FailingComparison) -> KindVerdict:
     """Do a's layers equal other layers of b, at a constant distance or exchanged? Is one missing?"""
     wrong = [_number(s.tap) for s in case.layers if s in case.failing]
     found = twins(case) if wrong else {}
+    # Layers that one side alone holds, under the names that layers have.
     lone = sorted(
         (item.side, _number(item.name))
         for item in case.comparison.unpaired
         if item.kind == "tap" and item.side in ("a", "b") and item.name in _layer_names(case, item.side)
     )
+    # Nearly all failing layers have a twin: a constant offset, or an exchange.
     if found and len(found) >= max(1, len(wrong) - 1):
         offsets = {found[i] - i for i in found}
         exchanged = set(found) == set(found.values())
@@ -103,6 +105,7 @@ def layer_ids(case: FailingComparison) -> KindVerdict:
             return _answer_renumbered(case, found, offsets)
         if len(offsets) == 1 and len(wrong) == 1 and found[wrong[0]] < wrong[0]:
             return _answer_renumbered(case, found, offsets)
+    # What both hold agrees, and an entry is missing.
     if lone and not wrong:
         held = len(_layer_names(case, "b" if lone[0][0] == "a" else "a"))
         if len(lone) <= max(1, held // 2):
@@ -127,6 +130,7 @@ def layer_ids(case: FailingComparison) -> KindVerdict:
 
 def _answer_renumbered(case: FailingComparison, found: dict[int, int], offsets: set[int]) -> KindResult:
     """The answer for a constant offset or an exchange, with each layer compared to its twin."""
+    # Each layer beside its twin, as proof.
     repairs = []
     for mine, theirs in found.items():
         series = case.get(f"layer.{mine}.out")
@@ -140,6 +144,7 @@ def _answer_renumbered(case: FailingComparison, found: dict[int, int], offsets: 
                 after=relative(case.sample_rows("a", series.tap), case.sample_rows("b", twin)),
             )
         )
+    # In words: one offset, or a list of pairs.
     worst = max(repair.after for repair in repairs)
     if len(offsets) == 1:
         (offset,) = offsets
@@ -287,6 +292,7 @@ def _before(case: FailingComparison, layer: int) -> float:
 
 def _without_residual(case: FailingComparison, wrong: Sequence[TapErrors]) -> KindVerdict:
     """a's entry is b's minus a residual stream: exactly b's input, or something close to it."""
+    # For each failing layer: is a equal to b without what entered it, or does what is missing point its way?
     exact, near, sizes = [], [], []
     for series in wrong:
         number = _number(series.tap)
@@ -312,6 +318,7 @@ def _without_residual(case: FailingComparison, wrong: Sequence[TapErrors]) -> Ki
         size = float(np.median(np.linalg.norm(a, axis=1) / np.maximum(np.linalg.norm(b, axis=1), 1e-300)))
         sizes.append(size)
         near.append(float(np.median(cosines)))
+    # Exactly so in nearly all layers: the residual stream is missing.
     if len(exact) >= max(1, 0.8 * len(wrong)):
         return KindResult(
             kinds=("ALIAS",),
@@ -321,6 +328,7 @@ def _without_residual(case: FailingComparison, wrong: Sequence[TapErrors]) -> Ki
             evidence=(("entries", len(exact)), ("median size of a over b", float(np.median(sizes)))),
             repairs=tuple(exact),
         )
+    # Only its direction, and the final states agree: a branch alone was recorded.
     downstream = [s for s in case.series if s.kind in ("pre", "post", "logits")]
     unharmed = bool(downstream) and all(s not in case.failing for s in downstream)
     if near and float(np.median(near)) > 0.8 and unharmed and len(near) >= max(2, 0.8 * len(wrong)):

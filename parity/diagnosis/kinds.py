@@ -63,6 +63,7 @@ def diagnose(comparison: Comparison, a: Trace, b: Trace) -> Diagnosis | None:
     case = FailingComparison.of(comparison, a, b)
     if comparison.outcome != "fail" and isinstance(dispatch(case), str):
         return None
+    # Each kind in its order, until one is named: later ones rely on earlier ones being excluded.
     asked: list[KindTrial] = []
     named: KindResult | None = None
     for kind in FAULT_KINDS:
@@ -113,6 +114,7 @@ def _not_recognised(case: FailingComparison, asked: tuple[KindTrial, ...]) -> Di
     """The profile, where no kind is recognised."""
     found = onsets(case)
     first = case.first
+    # No tensor differs: it is the structure that fails.
     if first is None:
         unpaired = case.comparison.unpaired
         said = (
@@ -127,6 +129,7 @@ def _not_recognised(case: FailingComparison, asked: tuple[KindTrial, ...]) -> Di
             evidence=(("without partner", len(unpaired)),),
             asked=asked,
         )
+    # Else what is known of the first difference.
     values: tuple[tuple[str, Value], ...] = (
         found.evidence()
         if not isinstance(found, str)

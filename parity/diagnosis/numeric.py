@@ -54,6 +54,7 @@ def gross(series: TapErrors) -> bool:
 
 def compile_(case: FailingComparison) -> KindVerdict:
     """Does an operator return something else for equal inputs, by more than any policy?"""
+    # What is no operator's fault: values that neither side can represent, one factor, other inputs.
     shared = _not_finite_on_both(case)
     if shared is not None:
         return shared
@@ -75,6 +76,7 @@ def compile_(case: FailingComparison) -> KindVerdict:
         "run the operator's recorded inputs on an fp64 reference and on each backend (`parity check`), "
         "then on another version"
     )
+    # Not finite for finite inputs is a fault whatever its size.
     if not np.isfinite(result.error_max):
         return KindResult(
             kinds=("COMPILE",),
@@ -145,6 +147,7 @@ def _machine(case: FailingComparison, side: ProfileSide) -> str:
 
 def quant(case: FailingComparison) -> KindVerdict:
     """Are weights or recorded states of lower precision on one side?"""
+    # Values on a coarse grid, or one factor, say it themselves.
     grid = _on_a_grid(case) or _one_factor(case)
     if grid is not None:
         return grid
@@ -152,6 +155,7 @@ def quant(case: FailingComparison) -> KindVerdict:
     if isinstance(found, str):
         return found
     series = found.series
+    # Checksums: projections alone were rounded.
     keys = [key for key in other_weights(case) if not key.endswith(ROUNDED_PARAMETERS)]
     if keys and all(is_projection(key) for key in keys):
         modules = sorted({key.split(".")[-2] for key in keys})
@@ -164,6 +168,7 @@ def quant(case: FailingComparison) -> KindVerdict:
             "with the checkpoint's",
             evidence=(("projections", len(keys)), ("modules", shorten_list(modules, 6)), *found.evidence()),
         )
+    # Inputs in lower precision: every token and every kind of layer differs, steadily, by a step's size.
     if series.kind == "gdn" or not _everywhere(case, found):
         return f"the difference begins at {series.tap} and weights agree"
     noisy = _unsteady(case, "a") or _unsteady(case, "b")

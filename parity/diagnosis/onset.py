@@ -367,6 +367,7 @@ def state(case: FailingComparison) -> KindVerdict:
     found = linear_onsets(case)
     if isinstance(found, str):
         return found
+    # A request that begins with a state: left over from the one before.
     steps = _steps(found)
     if _from_the_start(found) is None:
         kinds = _leak_kinds(found)
@@ -379,6 +380,7 @@ def state(case: FailingComparison) -> KindVerdict:
                 next_step="clear the cache between requests, and compute the second request alone",
                 evidence=found.evidence(),
             )
+    # Otherwise exact up to a split, and wrong from it on.
     why = _not_from_a_boundary(found)
     if why is not None and not (steps and found.head >= GROSS):
         return why

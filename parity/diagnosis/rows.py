@@ -198,12 +198,14 @@ def _describe_moved_rows(
     share: float,
 ) -> KindResult:
     """Say how rows moved: by a constant, to other requests, or in no order."""
+    # How far each row moved within its request, and how many went to another.
     shifts = [there[1] - here[1] for here, there in moved if here[0] == there[0]]
     elsewhere = sum(here[0] != there[0] for here, there in moved)
     common = max(set(shifts), key=shifts.count) if shifts else 0
     runs = [here[1] for here, _ in moved]
     steady = shifts and shifts.count(common) >= 0.5 * len(moved)
     blocks = math.gcd(*[abs(s) for s in shifts if s] or [0])
+    # In words: another request, one shift, a repeat, or no order.
     if elsewhere > 0.3 * len(moved):
         how = f"{elsewhere} of {len(moved)} are rows of another request"
     elif steady and len(set(there for _, there in moved)) == len(moved):
@@ -212,6 +214,7 @@ def _describe_moved_rows(
         how = f"rows from {min(runs)} on repeat those {abs(common)} before"
     else:
         how = f"they are a permutation, the first: row {moved[0][0][1]} is row {moved[0][1][1]} of b"
+    # The same rows put back, at the first taps, as proof.
     repairs = []
     for tap in [s for s in case.failing if s.kind != "logits"][:12]:
         a = np.stack([case.row("a", r, tap.tap, t) for (r, t), _ in moved])

@@ -42,6 +42,7 @@ def diagnose_load(case: FailingComparison) -> KindVerdict:
     if first is None:
         return "no tap fails by its numbers"
     where = f"first {first.tap}, {first.result.error_rms:.1e}"
+    # Checksums that differ decide, unless they are a matter of dtype or of quantisation.
     if keys:
         if all(key.endswith(ROUNDED_PARAMETERS) for key in keys):
             return f"only {shorten_list(keys)} differ, which is a matter of dtype"
@@ -53,6 +54,7 @@ def diagnose_load(case: FailingComparison) -> KindVerdict:
             next_step="load both sides from one checkpoint; look at the loader's missing and unexpected keys",
             evidence=(("parameters that differ", len(keys)), ("first", keys[0]), ("first tap", first.tap)),
         )
+    # Without checksums: what differs although all before it is exact.
     if first.kind == "embed":
         return KindResult(
             kinds=("LOAD",),
@@ -75,6 +77,7 @@ def _moderate(case: FailingComparison) -> bool:
 
 def _late_weights(case: FailingComparison, first: TapErrors, where: str) -> KindVerdict:
     """The final norm or the head: everything before them is exact."""
+    # Another norm weight is one factor a channel.
     if first.kind == "post":
         fit = separable(case.sample_rows("a", first.tap), case.sample_rows("b", first.tap))
         if (
@@ -101,6 +104,7 @@ def _late_weights(case: FailingComparison, first: TapErrors, where: str) -> Kind
                     ),
                 ),
             )
+    # All states agree: it is the head.
     if first.kind == "logits":
         return KindResult(
             kinds=("LOAD",),

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from parity.comparison.sketch import open_trace
 from parity.dumps.files import FILE_LIMITS, FileLimits
 from parity.dumps.identify import LAST, Identification, SliceMatch, identify, layer_of_tap
 from parity.dumps.mapping import Format, Mapping, RowAlignment, SideMap
@@ -23,6 +22,7 @@ from parity.dumps.trace import dump_of, state_width, unsplit
 from parity.errors import NothingComparable, ParityError
 from parity.reading import read_json
 from parity.reports.words import format_number
+from parity.tracing.sketched import open_trace
 from parity.tracing.trace import MANIFEST, PARTIAL, SKETCH_SCHEMA, TRACE_SCHEMA, RequestEntry, Trace
 
 Letter = Literal["a", "b"]

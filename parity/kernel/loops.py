@@ -1,4 +1,4 @@
-"""The compiled loops of `compare_kernel`: vectors of a fixed number of lanes, so that every machine adds alike.
+"""The compiled loops of `parity.kernel.sums`: vectors of a fixed number of lanes, so that every machine adds alike.
 
 A compiler that may reorder sums takes as many lanes as the machine is wide, and the last bits follow the
 machine. Here the loops are written in LLVM's own vectors: an element's lane depends on its channel alone,
@@ -18,19 +18,35 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 numba: Any = import_module("numba")
 _ext: Any = import_module("numba.extending")
 _cgutils: Any = import_module("numba.core.cgutils")
 ir: Any = import_module("llvmlite.ir")
 _types = numba.types
+# numba and llvmlite have no type stubs: these names say what each untyped object is.
+_Builder = Any
+"""llvmlite's IRBuilder, which writes instructions."""
+_Value = Any
+"""A value of LLVM's: what an instruction gives; or, in a signature, the numba type of an argument."""
+_Type = Any
+"""A type of LLVM's: a vector, a float, an integer."""
+_Lowering = Any
+"""numba's target context, and the signature that it lowers."""
+_Codes = NDArray[np.unsignedinteger]
+"""[rows, channels] integer view of a tensor, whose numba type names the format."""
+_Mask = NDArray[np.uint16]
+"""[channels] all ones where a channel counts, 0 where it is left out."""
+_Counts = NDArray[np.int64]
+_Sums = NDArray[np.float64]
 
 _BLOCK, _RUN, _FLUSH_ROWS = 32, 512, 8
 """Elements of one step of a loop; of one run in float32 lanes; rows that share the channels' lanes."""
 _ULP_STEPS = 16384
 """Steps after which 16-bit counters are emptied: fewer than 32,768."""
 _DOT, _SUM_ABS, _MAX, _ROBUST, _BAD = 0, 4, 7, 8, 12
-"""Where parts of `compare_kernel.FIELDS` begin: four products, three sums, the maximum, ..."""
+"""Where parts of `parity.kernel.sums.FIELDS` begin: four products, three sums, the maximum, ..."""
 _ULP_EDGES = (0, 1, 4, 16, 64)
 _TOP = {
     _types.uint8: 0x7E,
@@ -46,15 +62,15 @@ _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
 
 
-def _vector(element: Any, lanes: int) -> Any:
+def _vector(element: _Type, lanes: int) -> _Value:
     return ir.VectorType(element, lanes)
 
 
-def _splat(kind: Any, value: float) -> Any:
+def _splat(kind: _Type, value: float) -> _Value:
     return ir.Constant(kind, [value] * kind.count)
 
 
-def _intrinsic(b: Any, name: str, result: Any, *values: Any) -> Any:
+def _intrinsic(b: _Builder, name: str, result: _Type, *values: _Value) -> _Value:
     """Call one of LLVM's own functions over values of one vector type."""
     kind = values[0].type
     letters = {_F32: "f32", _F64: "f64"}.get(kind.element) or f"i{kind.element.width}"
@@ -63,7 +79,7 @@ def _intrinsic(b: Any, name: str, result: Any, *values: Any) -> Any:
     return b.call(function, values)
 
 
-def _load(b: Any, base: Any, byte: Any, kind: Any) -> Any:
+def _load(b: _Builder, base: _Value, byte: _Value, kind: _Type) -> _Value:
     """A vector from any byte address."""
     loaded = b.load(b.gep(base, [byte], source_etype=_I8), typ=kind)
     loaded.align = 1
@@ -78,7 +94,7 @@ _SMALL = {
 """Bits, shift into float32's fields, difference of the exponents' biases, first code of infinity or NaN."""
 
 
-def _value(b: Any, code: Any, v: Any, real: Any) -> Any:
+def _value(b: _Builder, code: _Value, v: _Value, real: _Type) -> _Value:
     """Codes of a format as floats, exactly."""
     n = v.type.count
     single, word = _vector(_F32, n), _vector(_I32, n)
@@ -91,7 +107,7 @@ def _value(b: Any, code: Any, v: Any, real: Any) -> Any:
     return found if found.type.element == real else b.fpext(found, _vector(real, n))
 
 
-def _small_value(b: Any, w: Any, bits: int, shift: int, bias: int, special: int) -> Any:
+def _small_value(b: _Builder, w: _Type, bits: int, shift: int, bias: int, special: int) -> _Value:
     """fp16 and fp8 codes in 32-bit lanes as float32, by integers: not every machine reads fp16, and a process may
     have told its own to take subnormals for 0."""
     word, single = w.type, _vector(_F32, w.type.count)
@@ -107,7 +123,7 @@ def _small_value(b: Any, w: Any, bits: int, shift: int, bias: int, special: int)
     return b.bitcast(b.or_(b.bitcast(value, word), sign), single)
 
 
-def _real(x: Any, y: Any) -> Any:
+def _real(x: _Value, y: _Value) -> _Value:
     """What two formats are summed in."""
     return _F32 if max(x.bitwidth, y.bitwidth) < 32 else _F64
 
@@ -118,14 +134,14 @@ class _Pair:
     Two bf16 sides are read as 32-bit words: even elements are a shift, odd ones a mask, and no lane moves.
     """
 
-    def __init__(self, b: Any, x: Any, y: Any) -> None:
+    def __init__(self, b: _Builder, x: _Value, y: _Value) -> None:
         self.b, self.codes, self.real = b, (x, y), _real(x, y)
         self.words = x == y == _types.uint16
         self.lanes = 16 if self.real == _F32 else 8
         self.kind = _vector(self.real, self.lanes)
         self.integer = _vector(_I32 if self.real == _F32 else _I64, self.lanes)
 
-    def read(self, side: int, base: Any, at: Any) -> list[Any]:
+    def read(self, side: int, base: _Value, at: _Value) -> list[_Value]:
         """The elements at index `at` (an i64) and the 31 after it."""
         b, code = self.b, self.codes[side]
         size = code.bitwidth // 8
@@ -138,7 +154,7 @@ class _Pair:
         steps = range(0, _BLOCK * size, self.lanes * size)
         return [_value(b, code, _load(b, base, b.add(byte, _I64(step)), raw), self.real) for step in steps]
 
-    def zero_masked_channels(self, vectors: Sequence[Any], base: Any, at: Any) -> list[Any]:
+    def zero_masked_channels(self, vectors: Sequence[_Value], base: _Value, at: _Value) -> list[_Value]:
         """The vectors with the channels whose mask (16 bits each) is 0 set to 0."""
         b, byte = self.b, self.b.mul(at, _I64(2))
         if self.words:
@@ -153,7 +169,7 @@ class _Pair:
             for v, mask in zip(vectors, masks, strict=True)
         ]
 
-    def in_order(self, vectors: Sequence[Any]) -> list[Any]:
+    def in_order(self, vectors: Sequence[_Value]) -> list[_Value]:
         """Vectors whose lanes are consecutive channels."""
         if not self.words:
             return list(vectors)
@@ -161,20 +177,20 @@ class _Pair:
         orders = ([lane // 2 + n * (lane % 2) + half for lane in range(n)] for half in (0, n // 2))
         return [b.shuffle_vector(*vectors, ir.Constant(_vector(_I32, n), order)) for order in orders]
 
-    def size(self, v: Any) -> Any:
+    def size(self, v: _Value) -> _Value:
         """Its absolute values."""
         return _intrinsic(self.b, "fabs", v.type, v)
 
 
-def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
+def _fma(b: _Builder, x: _Value, y: _Value, z: _Value) -> _Value:
     return _intrinsic(b, "fma", x.type, x, y, z)
 
 
-def _larger(b: Any, x: Any, y: Any) -> Any:
+def _larger(b: _Builder, x: _Value, y: _Value) -> _Value:
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-def _join_lanes(b: Any, v: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
+def _join_lanes(b: _Builder, v: _Value, join: Callable[[_Value, _Value, _Value], _Value]) -> _Value:
     """A vector's lanes joined: the upper half to the lower, until one is left."""
     n = v.type.count
     while n > 1:
@@ -187,12 +203,12 @@ def _join_lanes(b: Any, v: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
     return b.extract_element(v, _I32(0))
 
 
-def _pointer(context: Any, b: Any, kind: Any, value: Any) -> Any:
+def _pointer(context: _Lowering, b: _Builder, kind: _Type, value: _Value) -> _Value:
     """The address of an array's first element."""
     return b.bitcast(context.make_array(kind)(context, b, value).data, ir.PointerType())
 
 
-def _row(context: Any, b: Any, kind: Any, value: Any, row: Any) -> Any:
+def _row(context: _Lowering, b: _Builder, kind: _Type, value: _Value, row: _Value) -> _Value:
     """The address of a row of a contiguous [rows, width] array."""
     array = context.make_array(kind)(context, b, value)
     width = _cgutils.unpack_tuple(b, array.shape, 2)[1]
@@ -200,13 +216,13 @@ def _row(context: Any, b: Any, kind: Any, value: Any, row: Any) -> Any:
     return b.gep(b.bitcast(array.data, ir.PointerType()), [byte], source_etype=_I8)
 
 
-def _at(b: Any, base: Any, index: Any, kind: Any) -> Any:
+def _at(b: _Builder, base: _Value, index: _Value, kind: _Type) -> _Value:
     """The address of a value, or vector, of 8-byte elements."""
     element = getattr(kind, "element", kind)
     return b.bitcast(b.gep(base, [index], source_etype=element), kind.as_pointer())
 
 
-def _variables(b: Any, kind: Any, count: int) -> list[Any]:
+def _variables(b: _Builder, kind: _Type, count: int) -> list[_Value]:
     """Registers that start at zero (LLVM turns these into such)."""
     made = [_cgutils.alloca_once(b, kind) for _ in range(count)]
     for each in made:
@@ -214,16 +230,19 @@ def _variables(b: Any, kind: Any, count: int) -> list[Any]:
     return made
 
 
-def _row_lanes_code(_: Any, x: Any, y: Any, row: Any, mask: Any, count: Any, out: Any) -> Any:
+def _row_lanes_code(
+    _: _Value, x: _Value, y: _Value, row: _Value, mask: _Value, count: _Value, out: _Value
+) -> _Value:
     """Add the first `count` elements (a multiple of _BLOCK) of a row to its robust sums in `out` [rows, fields]."""
 
-    def code(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+    def code(context: _Lowering, b: _Builder, signature: _Lowering, arguments: _Value) -> _Value:
         px, py, po = (_row(context, b, signature.args[i], arguments[i], arguments[2]) for i in (0, 1, 5))
         pm, pair, count = (
             _pointer(context, b, signature.args[3], arguments[3]),
             _Pair(b, x.dtype, y.dtype),
             arguments[4],
         )
+        # Runs that are short enough for float32 lanes; each channel goes to its own lane.
         totals, (top,) = _variables(b, _vector(_F64, pair.lanes), 7), _variables(b, pair.kind, 1)
         with _cgutils.for_range_slice(b, _I64(0), count, _I64(_RUN), _I64) as (start, _):
             left = b.sub(count, start)
@@ -242,10 +261,12 @@ def _row_lanes_code(_: Any, x: Any, y: Any, row: Any, mask: Any, count: Any, out
                     for lane, v in zip(lanes[4:], (size, p, q), strict=True):
                         b.store(b.fadd(b.load(lane), v), lane)
                     b.store(_larger(b, size, b.load(top)), top)
+            # At the end of a run the lanes are emptied into float64.
             for total, lane in zip(totals, lanes, strict=True):
                 part = b.load(lane)
                 part = part if pair.real == _F64 else b.fpext(part, _vector(_F64, pair.lanes))
                 b.store(b.fadd(b.load(total), part), total)
+        # Lanes are joined in a fixed tree, and added to the row's sums.
         for field, total in zip((*range(_ROBUST, _ROBUST + 4), *range(_SUM_ABS, _MAX)), totals, strict=True):
             place = _at(b, po, _I64(field), _F64)
             b.store(
@@ -259,10 +280,10 @@ def _row_lanes_code(_: Any, x: Any, y: Any, row: Any, mask: Any, count: Any, out
     return _types.void(x, y, row, mask, count, out), code
 
 
-def _channel_lanes_code(_: Any, x: Any, y: Any, count: Any, channels: Any) -> Any:
+def _channel_lanes_code(_: _Value, x: _Value, y: _Value, count: _Value, channels: _Value) -> _Value:
     """Add the squares of the first `count` channels of at most _FLUSH_ROWS rows to [3, width] dd, aa, bb."""
 
-    def code(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+    def code(context: _Lowering, b: _Builder, signature: _Lowering, arguments: _Value) -> _Value:
         arrays = [context.make_array(signature.args[i])(context, b, arguments[i]) for i in (0, 1, 3)]
         px, py, pc = (b.bitcast(array.data, ir.PointerType()) for array in arrays)
         rows, width = _cgutils.unpack_tuple(b, arrays[0].shape, 2)
@@ -289,19 +310,21 @@ def _channel_lanes_code(_: Any, x: Any, y: Any, count: Any, channels: Any) -> An
     return _types.void(x, y, count, channels), code
 
 
-def _ulp_lanes_code(_: Any, x: Any, y: Any, count: Any, below: Any) -> Any:
+def _ulp_lanes_code(_: _Value, x: _Value, y: _Value, count: _Value, below: _Value) -> _Value:
     """Add to `below` how many of `count` elements (a multiple of _BLOCK) are at most 0, 1, 4, 16, 64 ULP apart."""
 
-    def code(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+    def code(context: _Lowering, b: _Builder, signature: _Lowering, arguments: _Value) -> _Value:
         px, py, po = (_pointer(context, b, signature.args[i], arguments[i]) for i in (0, 1, 3))
         kind, count = x.dtype, arguments[2]
         word = max(16, kind.bitwidth)
+        # Codes of 8 bits are counted in words of 16.
         lanes = {16: 32, 32: 16, 64: 8}[word]
         raw, wide = _vector(ir.IntType(kind.bitwidth), lanes), _vector(ir.IntType(word), lanes)
         size = kind.bitwidth // 8
         with _cgutils.for_range_slice(b, _I64(0), count, _I64(lanes * _ULP_STEPS), _I64) as (start, _):
             left, most = b.sub(count, start), _I64(lanes * _ULP_STEPS)
             stop = b.add(start, b.select(b.icmp_signed("<", left, most), left, most))
+            # One counter an edge; a comparison that holds is -1, so it is subtracted.
             counters = [_cgutils.alloca_once(b, wide) for _ in _ULP_EDGES]
             for counter in counters:
                 b.store(_splat(wide, 0), counter)
@@ -311,6 +334,7 @@ def _ulp_lanes_code(_: Any, x: Any, y: Any, count: Any, below: Any) -> Any:
                 for edge, counter in zip(_ULP_EDGES, counters, strict=True):
                     near = b.and_(b.icmp_unsigned("<=", distance, _splat(wide, edge)), known)
                     b.store(b.sub(b.load(counter), b.sext(near, wide)), counter)
+            # Emptied before 16 bits overflow.
             for i, counter in enumerate(counters):
                 found = b.load(counter)
                 found = found if word == 64 else b.zext(found, _vector(_I64, lanes))
@@ -323,7 +347,7 @@ def _ulp_lanes_code(_: Any, x: Any, y: Any, count: Any, below: Any) -> Any:
     return _types.void(x, y, count, below), code
 
 
-def _distance(b: Any, kind: Any, wide: Any, u: Any, v: Any) -> tuple[Any, Any]:
+def _distance(b: _Builder, kind: _Type, wide: _Type, u: _Value, v: _Value) -> tuple[_Value, _Value]:
     """ULP distance of two vectors of codes, and where it has a meaning (neither is NaN).
 
     Codes become signed integers in the order of their values; both zeros are 0. Subtraction saturates.
@@ -341,10 +365,10 @@ def _distance(b: Any, kind: Any, wide: Any, u: Any, v: Any) -> tuple[Any, Any]:
     return b.select(negative, b.sub(_splat(wide, 0), apart), apart), b.and_(*known)
 
 
-def _read_code(_: Any, code: Any) -> Any:
+def _read_code(_: _Value, code: _Value) -> _Value:
     """One code's value in float64."""
 
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+    def generate(context: _Lowering, b: _Builder, signature: _Lowering, arguments: _Value) -> _Value:
         one = _vector(ir.IntType(code.bitwidth), 1)
         v = b.insert_element(ir.Constant(one, ir.Undefined), arguments[0], _I32(0))
         return b.extract_element(_value(b, code, v, _F64), _I32(0))
@@ -357,7 +381,7 @@ _row_lanes, _channel_lanes, _ulp_lanes, _read = (
 )
 
 
-def _exact(a: Any, b: Any, r: int, begin: int, end: int, mask: Any, out: Any) -> bool:
+def _exact(a: _Codes, b: _Codes, r: int, begin: int, end: int, mask: _Mask, out: _Sums) -> bool:
     """Add channels `begin` to `end` of row `r` to its sums `out` [fields] in float64, one by one. What is not finite
     on either side is left out and counted, and then the answer is False."""
     finite = True
@@ -380,7 +404,7 @@ def _exact(a: Any, b: Any, r: int, begin: int, end: int, mask: Any, out: Any) ->
     return finite
 
 
-def _lanes_hold(x: Any, r: int, count: int, mask: Any, square: float, low: float, high: float) -> bool:
+def _lanes_hold(x: _Codes, r: int, count: int, mask: _Mask, square: float, low: float, high: float) -> bool:
     """Whether lanes neither overflowed nor lost anything of a row whose squares sum up to this: a sum within the
     bounds, or zeros only."""
     if low <= square <= high:
@@ -393,7 +417,16 @@ def _lanes_hold(x: Any, r: int, count: int, mask: Any, square: float, low: float
     return True
 
 
-def _rows(a: Any, b: Any, mask: Any, left_out: Any, low: float, high: float, sums: Any, plain: Any) -> None:
+def _rows(
+    a: _Codes,
+    b: _Codes,
+    mask: _Mask,
+    left_out: NDArray[np.intp],
+    low: float,
+    high: float,
+    sums: _Sums,
+    plain: NDArray[np.bool_],
+) -> None:
     """Each row's sums: robust ones in lanes, left-out channels (mask 0) one by one, both together as the plain.
 
     Rows that the lanes cannot hold are added one by one. `plain` [rows] says whether lanes are exact for the whole
@@ -404,6 +437,7 @@ def _rows(a: Any, b: Any, mask: Any, left_out: Any, low: float, high: float, sum
     every, extra = np.full(width, 0xFFFF, np.uint16), np.zeros(sums.shape[1])
     for r in range(a.shape[0]):
         _row_lanes(a, b, r, mask, whole, sums)
+        # Lanes count where they can neither overflow nor lose anything; else one element after the other.
         out = sums[r]
         aa, bb = out[_ROBUST + 1], out[_ROBUST + 2]
         if _lanes_hold(a, r, whole, mask, aa, low, high) and _lanes_hold(b, r, whole, mask, bb, low, high):
@@ -412,6 +446,7 @@ def _rows(a: Any, b: Any, mask: Any, left_out: Any, low: float, high: float, sum
             out[:] = 0.0
             _exact(a, b, r, 0, width, mask, out)
             plain[r] = False
+        # Outlier channels one by one: they count in the plain sums only.
         if left_out.size:
             extra[:] = 0.0
             for c in left_out:
@@ -427,7 +462,7 @@ def _rows(a: Any, b: Any, mask: Any, left_out: Any, low: float, high: float, sum
             out[_DOT + i] = out[_ROBUST + i] + extra[_ROBUST + i]
 
 
-def _channels(a: Any, b: Any, plain: Any, channels: Any) -> None:
+def _channels(a: _Codes, b: _Codes, plain: NDArray[np.bool_], channels: _Sums) -> None:
     """Add each row's squares dd, aa, bb to [3, channels]: _FLUSH_ROWS rows in lanes, then float64.
 
     A group with a row that is not plain is added one by one, leaving out what is not finite on either side.
@@ -446,7 +481,7 @@ def _channels(a: Any, b: Any, plain: Any, channels: Any) -> None:
                     channels[2, c] += q * q
 
 
-def _ulp(a: Any, b: Any, counts: Any) -> None:
+def _ulp(a: _Codes, b: _Codes, counts: _Counts) -> None:
     """Add ULP-distance counts to [6], each element in the first bin that holds it; the end is filled with zeros."""
     x, y = a.reshape(-1), b.reshape(-1)
     whole = x.size // _BLOCK * _BLOCK
@@ -467,7 +502,15 @@ def _ulp(a: Any, b: Any, counts: Any) -> None:
 
 
 def _blocks(
-    a: Any, b: Any, mask: Any, low: float, high: float, block: int, piece: int, full: int, out: Any
+    a: _Codes,
+    b: _Codes,
+    mask: _Mask,
+    low: float,
+    high: float,
+    block: int,
+    piece: int,
+    full: int,
+    out: tuple[_Sums, _Sums, _Counts],
 ) -> None:
     """Whole blocks of rows: `out` is sums [rows, fields], channel sums [blocks, 3, width], ULP counts [6].
 
@@ -488,13 +531,14 @@ def _blocks(
 
 
 @lru_cache(maxsize=1)
-def compile_loops() -> Any:
+def compile_loops() -> Callable[..., None]:
     """`_blocks`, compiled at first call per pair of dtypes and cached on disk where possible."""
     for inner in (_exact, _lanes_hold, _rows, _channels):
         _ext.register_jitable(inner)
     # Of formats that differ there are no ULP counts, and nothing to compile.
     _ext.register_jitable(_ulp)
     try:
-        return numba.njit(_blocks, cache=True, nogil=True, boundscheck=False)
+        compiled: Callable[..., None] = numba.njit(_blocks, cache=True, nogil=True, boundscheck=False)
     except RuntimeError:  # neither the package's folder nor the user's cache can be written
-        return numba.njit(_blocks, nogil=True, boundscheck=False)
+        compiled = numba.njit(_blocks, nogil=True, boundscheck=False)
+    return compiled

@@ -222,6 +222,7 @@ def pair_stats(
         raise ValueError(f"two [tokens, channels] tensors of one shape, not {[*a.shape]} and {[*b.shape]}")
     if start % BLOCK_ROWS:
         raise ValueError(f"a shard starts at a multiple of {BLOCK_ROWS} rows, not at {start}")
+    # Shared out in ranges of whole blocks, whose sums do not depend on who computes them.
     implementation = implementation or choose(a.nbytes + b.nbytes, cuda=a.is_cuda)
     run = _numba_runner(a, b, full) if implementation == "numba" else _torch_runner(a, b, full)
     left_out = tuple(sorted(outliers))
@@ -233,6 +234,7 @@ def pair_stats(
             parts = list(pool.map(lambda part: run(part, left_out), ranges))
     else:
         parts = [run(part, left_out) for part in ranges]
+    # Put together: rows one after the other, channel sums up the merge tree.
     sums = np.concatenate([part[0] for part in parts], axis=1) if parts else np.zeros((len(FIELDS), 0))
     if not full:
         return PairStats(start, width, left_out, sums, None, None)

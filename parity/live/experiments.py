@@ -95,7 +95,7 @@ def _only_positions(lab: Harness, trials: Sequence[ExperimentTrial]) -> str | No
     return "" if all(trial.gap is not None and trial.gap.within for trial in told) else None
 
 
-def _split(lab: Harness) -> Iterator[PlannedTrial]:
+def _split_prefill(lab: Harness) -> Iterator[PlannedTrial]:
     """Whole against split, the cache kept in between."""
     for at in SPLITS:
         if at < len(lab.ids):
@@ -315,7 +315,7 @@ _ROWS: tuple[Experiment, ...] = (
         name="split",
         proves=("STATE",),
         suspicion="a cache loses or changes state",
-        plan=_split,
+        plan=_split_prefill,
         fails="{part} does not survive the cache, {at}",
         passes="a split with a cache gives what one pass gives",
         step="look at what the cache returns to that layer: window and state are two tensors",

@@ -356,6 +356,7 @@ def tap_depth(tap: str, layers: int, layer: int | None = None) -> int:
 def read_manifest(folder: Path) -> Manifest:
     """Read and validate a trace's manifest. Raises ParityError with what is wrong in words."""
     file = folder / MANIFEST
+    # No manifest: an unfinished capture, another folder, or none.
     if not file.is_file():
         if folder.with_name(folder.name + PARTIAL).is_dir():
             raise ParityError(
@@ -366,6 +367,7 @@ def read_manifest(folder: Path) -> Manifest:
         found = "a folder without manifest.json" if folder.is_dir() else "no such folder"
         raise ParityError(f"the trace {folder}", found, "name a folder that `parity capture --out` wrote")
     data = read_json(file, f"the manifest {file}", "capture the trace again")
+    # Another schema first, since its fields may be others.
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema not in (TRACE_SCHEMA, SKETCH_SCHEMA):
         raise ParityError(
@@ -396,6 +398,7 @@ class TraceWriter:
         self.out = Path(out)
         self.partial = self.out.with_name(self.out.name + PARTIAL)
         self.fingerprint = fingerprint
+        # A finished trace, or anything else, is never overwritten.
         if self.out.exists():
             raise ParityError(
                 f"a new trace at {self.out}",
@@ -404,6 +407,7 @@ class TraceWriter:
             )
         with _explain_refusals(self.out):
             self.partial.mkdir(parents=True, exist_ok=True)
+        # What is unfinished is resumed only with the same settings.
         mark = self.partial / "fingerprint"
         if mark.exists() and mark.read_text() != fingerprint:
             raise ParityError(
@@ -456,6 +460,7 @@ class TraceWriter:
         """
         from safetensors.torch import save_file
 
+        # A row a token, in every tap.
         rows = {int(tensor.shape[0]) for tensor in tensors.values()}
         if rows != {len(entry.token_ids)}:
             raise ValueError(
@@ -463,6 +468,7 @@ class TraceWriter:
             )
         shard = f"request-{len(self.entries) if position is None else position:06d}.safetensors"
         entry = entry.model_copy(update={"shard": shard, "rows": len(entry.token_ids)})
+        # The shard says itself whose states it holds, of which capture, and who computed them.
         metadata = {"request": entry.model_dump_json(), "fingerprint": self.fingerprint} | (
             {"proof": proof.model_dump_json()} if proof else {}
         )

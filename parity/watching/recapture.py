@@ -25,9 +25,9 @@ from parity.capturing.client import Worker, capture_with
 from parity.comparison.error import cosine_gaps, tensor_errors
 from parity.comparison.tolerance import Limit, coarsest, rms, rules_for
 from parity.live.harness import REGROUPED
-from parity.model.dflash.step import StepOutput
 from parity.model.target.forward import forward
 from parity.model.training.states import OnlineStates, SyntheticStates, taps_of, target_spec
+from parity.model.training.step import StepOutput
 from parity.model.training.trainer import Trainer
 from parity.probes.deviations import deviation
 from parity.reports.record import Finding, Value
@@ -134,6 +134,7 @@ class StateRecapture:
         """more: captures every layer of these tokens, where `made` has the recipe's alone."""
         numbers: list[tuple[str, Value]] = []
         outside: list[str] = []
+        # Each slice by itself: what it is off by, and whether rounding explains that.
         worst = (0.0, "", 0.0, Limit(0.0, 0.0))
         for name, own in given.states.items():
             error, gap = tensor_errors(own, made[name].cpu()), cosine_gaps(own, made[name].cpu())
@@ -144,6 +145,7 @@ class StateRecapture:
                 outside.append(name)
             if size / limit.rms >= worst[0]:
                 worst = (size / limit.rms, name, size, limit)
+        # In words, by the slice nearest to its limit or furthest beyond.
         dtype = coarsest(*(str(each.dtype).removeprefix("torch.") for each in given.states.values()))
         said = (
             f"relative L2 {worst[2]:.2g} at {worst[1]}, limit {worst[3].rms:.2g} (rounding in {dtype} at that depth); "
@@ -154,6 +156,7 @@ class StateRecapture:
             return numbers, [
                 Finding(name=RECAPTURE_NAME, outcome="pass", sentence=sentence, evidence=tuple(numbers))
             ]
+        # What is off is named by what it is instead.
         named = _name_fault(self, given, made if more is None else more(given.tokens), outside)
         row = deviation(named[0])
         finding = Finding(

@@ -1,4 +1,4 @@
-"""What separates a bug from noise: the table of facts/compare.md 3.4, on a random hybrid of 24 layers.
+"""What separates a bug from noise: the table of docs/evidence.md, on a random hybrid of 24 layers.
 
 Each case is captured through the model's own code and judged by its error to the fp64 golden over a healthy run's
 error. In float32 (semantic gate) every fault is hundreds of times the benign difference; in bfloat16 (kernel gate)

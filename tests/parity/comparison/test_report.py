@@ -13,7 +13,7 @@ import typer
 from parity.cli import main as cli
 from parity.cli.compare import compare as command
 from parity.cli.output import report_folder, save_report
-from parity.commands.compare import CompareOptions, compare_sides, report_sides
+from parity.commands.compare import compare_sides, report_sides
 from parity.comparison.report import COARSE_DTYPE_NOTE
 from parity.comparison.tolerance import Policy, TapLimits
 from parity.comparison.traces import compare_traces
@@ -361,7 +361,7 @@ def in_environments(
     """The report of two equal traces, or of `states` against those, from two machines."""
     left = write_trace("a", {"r0": states or taps()}, environment=a)
     right = write_trace("b", {"r0": taps()}, environment=b)
-    return report_sides(*compare_sides(left, right, CompareOptions()), "test")
+    return report_sides(*compare_sides(left, right), "test")
 
 
 def test_environments_are_told_apart_beside_a_failure(write_trace: WriteTrace) -> None:
@@ -409,5 +409,5 @@ def test_environments_alone_are_no_pass(write_trace: WriteTrace) -> None:
     flat = {"layer.0.out": torch.ones(4, 8)}
     left = write_trace("a", {"r0": flat}, environment=MACHINE)
     right = write_trace("b", {"r0": flat}, environment=MACHINE)
-    found = report_sides(*compare_sides(left, right, CompareOptions()), "test")
+    found = report_sides(*compare_sides(left, right), "test")
     assert found.outcome == "skipped" and finding(found, "environment").outcome == "skipped"

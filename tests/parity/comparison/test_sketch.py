@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parity.commands.compare import compare
-from parity.comparison.sketch import SketchRows, SketchTrace, open_trace, sketch_sides, sketch_stats
+from parity.comparison.sketch import SketchRows, sketch_sides, sketch_stats
 from parity.comparison.traces import compare_traces
 from parity.errors import ParityError
 from parity.model.target.backends import parse_backend
@@ -17,6 +17,7 @@ from parity.model.target.capture import capture
 from parity.model.target.load import load_target
 from parity.model.target.sketching import DIMS, RESOLUTION, SEED, signs, sketch
 from parity.model.target.spec import TargetSpec, TraceOptions
+from parity.tracing.sketched import SketchTrace, open_trace
 from parity.tracing.trace import SKETCH_SCHEMA, SketchInfo, Trace, TraceWriter
 
 WriteTrace = Callable[..., Trace]

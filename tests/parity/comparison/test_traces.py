@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from parity.commands.compare import CompareKeywords, CompareOptions, compare
+from parity.commands.compare import CompareOptions, compare
 from parity.comparison.records import Comparison, HeatMap
 from parity.comparison.tolerance import Floor, Policy, TapLimits
 from parity.comparison.traces import compare_traces, measure_floor
@@ -56,7 +56,7 @@ def garbage_token(a: torch.Tensor) -> torch.Tensor:
     return with_row(40, row.to(a.dtype))(a)
 
 
-# compare.md 3.2: what msprobe, SGLang's comparator or Polygraphy let through is among these.
+# What msprobe, SGLang's comparator or Polygraphy let through is among these (docs/evidence.md).
 FAULTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
     "2044 of 2048 channels unrelated": (channels_unrelated, 0),
     "one garbage token": (garbage_token, 40),
@@ -435,7 +435,7 @@ def test_paths_progress_and_identity(write_trace: WriteTrace, tmp_path: Path) ->
 
 def test_options_of_a_comparison_are_keywords_of_the_public_function_and_in_its_help() -> None:
     fields = {field.name for field in dataclasses.fields(CompareOptions)}
-    assert fields == set(CompareKeywords.__annotations__)
+    assert fields == set(inspect.signature(compare).parameters)
     listed = set(re.findall(r"^ {8,}(\w+):", inspect.getdoc(compare) or "", re.M))
     assert fields <= listed
 
