@@ -57,6 +57,7 @@ def make_probe_answer(
         )
         for index, fault in enumerate(sorted(faults, key=lambda each: WORST_FIRST.index(each.outcome)))
     ]
+    # Nothing found: what was measured is the finding.
     if not findings:
         findings = [Finding(name=name, outcome="pass", sentence=sentence, evidence=pairs, tables=shown)]
     statement = Statement(probe=name, sentence=sentence, facts=pairs)

@@ -83,6 +83,7 @@ def suppress_dependent(
         subject: the trainer that the findings are about.
         answers: every probe's, by its name.
     """
+    # The rows whose cause was found, by the faults that they explain.
     found = {f.fault for _, answer in answers for f in answer.findings if f.outcome == "fail"}
     rows = {
         fault: row

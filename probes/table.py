@@ -62,6 +62,10 @@ class ProbeEntry:
         return probe
 
 
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(names.split())
+
+
 def _trainer_probe(
     *,
     name: str,
@@ -204,21 +208,10 @@ TABLE: tuple[ProbeEntry, ...] = (
         guards="which captured layers move the drafts and which the labels, in which order, and what each really is",
         needs=("step", "draw", "capture", "reference"),
         needs_text="a trainer's step; `capture` and `reference` for what the layers are",
-        faults=(
-            "fc-teacher",
-            "fc-layers",
-            "fc-order",
-            "fc-dead",
-            "fc-altered",
-            "labels-from-conditioning",
-            "labels-without-teacher",
-            "labels-undeclared-teacher",
-            "layer-shift",
-            "layer-wrong",
-            "capture-order",
-            "capture-norm",
-            "capture-rows",
-            "capture-differs",
+        faults=_split(
+            "fc-teacher fc-layers fc-order fc-dead fc-altered labels-from-conditioning "
+            "labels-without-teacher labels-undeclared-teacher layer-shift layer-wrong capture-order "
+            "capture-norm capture-rows capture-differs"
         ),
     ),
     _trainer_probe(
@@ -227,17 +220,9 @@ TABLE: tuple[ProbeEntry, ...] = (
         guards="that noise enters the conditioning states alone, as much as declared, and never in evaluation",
         needs=("step", "draw"),
         needs_text="a trainer's step",
-        faults=(
-            "noise-on-teacher",
-            "noise-undeclared",
-            "noise-missing",
-            "noise-std",
-            "noise-kind",
-            "noise-slices",
-            "noise-in-evaluation",
-            "noise-shared",
-            "noise-behind-fc",
-            "noise-unseeded",
+        faults=_split(
+            "noise-on-teacher noise-undeclared noise-missing noise-std noise-kind noise-slices "
+            "noise-in-evaluation noise-shared noise-behind-fc noise-unseeded"
         ),
     ),
     _trainer_probe(
@@ -246,22 +231,10 @@ TABLE: tuple[ProbeEntry, ...] = (
         guards="terms, temperature, position weights and denominator of the loss, read from its gradient",
         needs=("step", "draw", "parameters"),
         needs_text="a trainer's step; the captured teacher slice, where the loss uses one",
-        faults=(
-            "loss-none",
-            "loss-unrecognised",
-            "loss-head",
-            "loss-terms",
-            "loss-smoothing",
-            "loss-label-source",
-            "loss-temperature",
-            "loss-temperature-squared",
-            "loss-weights",
-            "loss-streak",
-            "loss-weights-attached",
-            "loss-gamma",
-            "loss-alpha",
-            "loss-slot0",
-            "loss-reduction",
+        faults=_split(
+            "loss-none loss-unrecognised loss-head loss-terms loss-smoothing loss-label-source "
+            "loss-temperature loss-temperature-squared loss-weights loss-streak loss-weights-attached "
+            "loss-gamma loss-alpha loss-slot0 loss-reduction"
         ),
     ),
     _trainer_probe(
@@ -270,17 +243,9 @@ TABLE: tuple[ProbeEntry, ...] = (
         guards="which token every slot is trained on: offset, source, documents, prompts, holes, padding",
         needs=("step", "draw"),
         needs_text="a trainer's step",
-        faults=(
-            "label-unrecognised",
-            "label-offset",
-            "label-source",
-            "label-documents",
-            "label-padding",
-            "label-prompt",
-            "label-holes",
-            "label-missing",
-            "label-vocabulary",
-            "label-unknown",
+        faults=_split(
+            "label-unrecognised label-offset label-source label-documents label-padding label-prompt "
+            "label-holes label-missing label-vocabulary label-unknown"
         ),
     ),
     _trainer_probe(
@@ -289,29 +254,11 @@ TABLE: tuple[ProbeEntry, ...] = (
         guards="what a block sees: before its anchor, in its document and window, and of its own slots, layer by layer",
         needs=("step", "draw", "parameters"),
         needs_text="a trainer's step; z-lab's parameter names for the comparison layer by layer",
-        faults=(
-            "mask-ignored",
-            "context-anchor",
-            "context-future",
-            "context-documents",
-            "context-padding",
-            "context-missing",
-            "context-edge",
-            "window-size",
-            "window-from",
-            "window-ignored",
-            "window-undeclared",
-            "within-block",
-            "block-other",
-            "block-tokens",
-            "block-anchor",
-            "block-positions",
-            "mask-token",
-            "rope-base",
-            "rope-part",
-            "norm-epsilon",
-            "context-norm",
-            "drafter-not-recognised",
+        faults=_split(
+            "mask-ignored context-anchor context-future context-documents context-padding "
+            "context-missing context-edge window-size window-from window-ignored window-undeclared "
+            "within-block block-other block-tokens block-anchor block-positions mask-token rope-base "
+            "rope-part norm-epsilon context-norm drafter-not-recognised"
         ),
     ),
     _trainer_probe(
@@ -320,13 +267,8 @@ TABLE: tuple[ProbeEntry, ...] = (
         guards="that the teacher's logits are the target's own: state, final norm, head, vocabulary map",
         needs=("step", "draw", "capture", "reference"),
         needs_text="a trainer's step and `reference`; a recipe with a teacher; `capture` for the captured slice",
-        faults=(
-            "teacher-norm",
-            "teacher-shift",
-            "teacher-layer",
-            "teacher-head",
-            "teacher-vocabulary",
-            "teacher-differs",
+        faults=_split(
+            "teacher-norm teacher-shift teacher-layer teacher-head teacher-vocabulary teacher-differs"
         ),
     ),
     _trainer_probe(
@@ -335,21 +277,10 @@ TABLE: tuple[ProbeEntry, ...] = (
         guards="that inference drafts what training computed, at every position, and that verifying changes no text",
         needs=("draft", "generate", "greedy", "step", "draw", "parameters"),
         needs_text="a trainer's `draft`; `generate` and `greedy` for the loop",
-        faults=(
-            "decode-positions",
-            "decode-rope",
-            "decode-context",
-            "decode-within",
-            "decode-window",
-            "decode-slices",
-            "decode-embedding",
-            "decode-mask-token",
-            "decode-head",
-            "decode-long",
-            "decode-training",
-            "decode-not-recognised",
-            "recurrent-state",
-            "verification",
+        faults=_split(
+            "decode-positions decode-rope decode-context decode-within decode-window decode-slices "
+            "decode-embedding decode-mask-token decode-head decode-long decode-training "
+            "decode-not-recognised recurrent-state verification"
         ),
     ),
     _trainer_probe(
@@ -358,14 +289,9 @@ TABLE: tuple[ProbeEntry, ...] = (
         guards="that everything trains but what the recipe freezes, and that embedding and head are the target's",
         needs=("step", "draw", "update", "optimizer", "parameters", "reference"),
         needs_text="a trainer's `update`, `optimizer` and `reference`; without them gradients and flags only",
-        faults=(
-            "frozen-trains",
-            "trained-frozen",
-            "trained-without-gradient",
-            "trained-not-in-optimizer",
-            "trained-still",
-            "embed-differs",
-            "head-differs",
+        faults=_split(
+            "frozen-trains trained-frozen trained-without-gradient trained-not-in-optimizer "
+            "trained-still embed-differs head-differs"
         ),
     ),
     _trainer_probe(
@@ -374,15 +300,9 @@ TABLE: tuple[ProbeEntry, ...] = (
         guards="that an interrupted run is the same run: losses bit-equal",
         needs=("run",),
         needs_text="a trainer's `run`",
-        faults=(
-            "run-not-deterministic",
-            "resume-restart",
-            "resume-data",
-            "resume-weights",
-            "resume-random",
-            "resume-optimizer",
-            "resume-schedule",
-            "resume-not-recognised",
+        faults=_split(
+            "run-not-deterministic resume-restart resume-data resume-weights resume-random "
+            "resume-optimizer resume-schedule resume-not-recognised"
         ),
     ),
     _trainer_probe(
@@ -391,18 +311,10 @@ TABLE: tuple[ProbeEntry, ...] = (
         guards="that the exported checkpoint means the same to its readers",
         needs=("export", "step", "draw", "parameters", "reference"),
         needs_text="a trainer's `export`; z-lab's dflash and speculators as readers where they are installed",
-        faults=(
-            "export-layer-ids",
-            "export-mask-token",
-            "export-block-size",
-            "export-rope",
-            "export-attention",
-            "export-epsilon",
-            "export-vocabulary",
-            "export-weights",
-            "export-shared",
-            "export-unreadable",
-            "export-not-recognised",
+        faults=_split(
+            "export-layer-ids export-mask-token export-block-size export-rope export-attention "
+            "export-epsilon export-vocabulary export-weights export-shared export-unreadable "
+            "export-not-recognised"
         ),
     ),
     _trainer_probe(
@@ -411,16 +323,9 @@ TABLE: tuple[ProbeEntry, ...] = (
         guards="that anchors stand on supervised tokens, are drawn anew, and reach every document",
         needs=("draw",),
         needs_text="a trainer's `draw`",
-        faults=(
-            "anchors-padding",
-            "anchors-masked",
-            "anchors-repeated",
-            "anchors-unseeded",
-            "anchors-frozen",
-            "anchors-starved",
-            "anchors-row-budget",
-            "anchors-budget",
-            "anchors-uneven",
+        faults=_split(
+            "anchors-padding anchors-masked anchors-repeated anchors-unseeded anchors-frozen "
+            "anchors-starved anchors-row-budget anchors-budget anchors-uneven"
         ),
     ),
     _trainer_probe(
@@ -429,16 +334,9 @@ TABLE: tuple[ProbeEntry, ...] = (
         guards="shape, dtype and range of every tensor of a step, and captured rows that are zero, stale or rounded",
         needs=("step", "draw", "capture"),
         needs_text="a trainer's step; `capture` for the captured states",
-        faults=(
-            "step-not-finite",
-            "states-not-finite",
-            "states-zero",
-            "states-constant",
-            "states-repeated",
-            "states-dtype",
-            "fc-width",
-            "fc-rounded",
-            "labels-range",
+        faults=_split(
+            "step-not-finite states-not-finite states-zero states-constant states-repeated states-dtype "
+            "fc-width fc-rounded labels-range"
         ),
     ),
     _trainer_probe(
@@ -447,14 +345,8 @@ TABLE: tuple[ProbeEntry, ...] = (
         guards="that training data and the server's requests have the same ids, and what of them is trained on",
         needs=("tokenize", "request"),
         needs_text="a trainer's `tokenize` and `request`",
-        faults=(
-            "tokens-bos",
-            "tokens-cut",
-            "tokens-thinking",
-            "tokens-template",
-            "tokens-text",
-            "tokens-mask",
-            "tokens-end",
+        faults=_split(
+            "tokens-bos tokens-cut tokens-thinking tokens-template tokens-text tokens-mask tokens-end"
         ),
     ),
 )

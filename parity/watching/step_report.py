@@ -162,6 +162,7 @@ def whole_run(
         steps_done: all steps of the run.
     """
     findings = tuple(_unasked_findings(probes))
+    # A run in which no step was probed is no pass: it has a finding that was skipped.
     if steps:
         made = steps_report(
             steps, title=f"watch: {len(steps)} of {steps_done:,} steps", command="parity.watch"
