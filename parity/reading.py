@@ -91,6 +91,7 @@ def read_strict_yaml(
     """
     import yaml
 
+    # The safe loader makes plain values only: a file cannot have Python objects built.
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -1,7 +1,7 @@
 """Examines a trainer: opens the adapter that was named, runs every wiring probe, states what was measured.
 
-    asked = ask_trainer(presets.preset("unit"))
-    print(asked.conformance.paragraph)
+    made = ask_trainer(preset("unit"))
+    print(made.conformance.paragraph)
 
 An adapter is `builtin`, `speculators`, `specforge`, or a class in a file of the user's own: `path/to/file.py:Name`.
 That file is run: it is the user's code, and named by the user.
@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from parity.errors import ParityError
 from parity.model.recipe.check import KeyLines, check_target, nearest
@@ -35,7 +34,7 @@ SHIPPED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WiringAnswers:
-    """What a trainer's probes answered."""
+    """What the probes found about a trainer."""
 
     adapter: str
     """Name of the trainer."""
@@ -44,11 +43,16 @@ class WiringAnswers:
 
 
 def open_adapter(name: str, declared: TrainingFile | Recipe) -> Adapter:
-    """The adapter of that name for a training file, or for a recipe alone.
+    """Open the adapter of that name.
 
-    A user's class is given the recipe, or the whole `TrainingFile` where it has a classmethod `open`. Raises
-    ParityError
-    for a name that is none, a file that cannot be read, and what the class itself refuses.
+    A user's class is given the recipe, or the whole `TrainingFile` where it has a classmethod `open`.
+
+    Args:
+        name: a key of `SHIPPED`, or `path/to/file.py:Name`.
+        declared: the training file, or its recipe alone.
+
+    Raises:
+        ParityError: for a name that is none, a file that cannot be read, and what the class itself refuses.
     """
     if name in SHIPPED:
         training = _whole(declared, name)
@@ -56,6 +60,7 @@ def open_adapter(name: str, declared: TrainingFile | Recipe) -> Adapter:
         module, _, attribute = SHIPPED[name].partition(":")
         made: Adapter = getattr(importlib.import_module(module), attribute).open(training)
         return made
+    # The user's own file: what is wrong with it is theirs to put right, so every exception becomes a message.
     file, attribute = _file_and_name(name)
     cls = getattr(_module(file), attribute, None)
     if not (isinstance(cls, type) and issubclass(cls, Adapter)):
@@ -114,7 +119,7 @@ def _how(file: Path) -> str:
 
 
 def adapters_in(file: Path) -> list[str]:
-    """Names of the adapter classes that a file's text defines, in its order; the file is read and not run.
+    """Return the names of the adapter classes that a file's text defines, in its order; the file is not run.
 
     A class is one where a base is `Adapter`, an adapter of ours, or another such class of the file: by their names, so
     that a base which is made or renamed elsewhere is not seen. Empty where the text is no Python.
@@ -171,7 +176,17 @@ def ask_trainer(
     only: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda name: None,
 ) -> WiringAnswers:
-    """Every wiring probe's answer of one trainer. Raises ParityError for an adapter that cannot be opened."""
+    """Run the wiring probes on one trainer.
+
+    Args:
+        declared: the wiring that it is declared to have.
+        adapter: the trainer, or its name for `open_adapter`.
+        only: names of the probes to run; all by default.
+        say: called with the name of each probe before it runs.
+
+    Raises:
+        ParityError: for an adapter that cannot be opened.
+    """
     opened = open_adapter(adapter, declared) if isinstance(adapter, str) else adapter
     answers = tuple(query_adapter(opened, only, say))
     return WiringAnswers(
@@ -182,7 +197,7 @@ def ask_trainer(
 
 
 def conformance(adapter: Adapter, answers: Sequence[tuple[str, ProbeAnswer]]) -> Conformance:
-    """All probes' statements; those without one are listed with what they said instead."""
+    """Return all probes' statements; those without one are listed with what they reported instead."""
     recipe: Recipe = adapter.recipe
     return Conformance(
         trainer=adapter.name or type(adapter).__name__,
@@ -197,12 +212,12 @@ def conformance(adapter: Adapter, answers: Sequence[tuple[str, ProbeAnswer]]) ->
 
 
 def wiring_probes() -> list[str]:
-    """Names of the probes that ask a trainer."""
+    """Return the names of the probes that examine a trainer."""
     return [entry.name for entry in TABLE if entry.asks == "trainer"]
 
 
-def check_names(only: Sequence[str], known: Sequence[Any]) -> None:
-    """Refuse a probe's name that does not exist, the nearest one named."""
+def check_names(only: Sequence[str], known: Sequence[str]) -> None:
+    """Raise ParityError for a name of `only` that is not in `known`, with the nearest one."""
     for name in only:
         if name not in known:
             raise ParityError(f"probe {name}", "no such probe", nearest(name, known))

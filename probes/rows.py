@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from parity.errors import ParityError
-from parity.model.dflash.mask import PADDING
+from parity.model.training.anchors import PADDING
 from parity.model.training.data import Batch
 
 

@@ -8,7 +8,7 @@ before.restore()
 
 import random
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ class RandomState(TypedDict, total=False):
     """State of the generators that a step could draw from without an argument that shows it."""
 
     torch: Tensor
-    numpy: dict[str, Any]
+    numpy: dict[str, object]
     python: tuple[object, ...]
     cuda: Tensor
     """Of the current device; absent where CUDA is not in use."""

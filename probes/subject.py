@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import AnchorConfig, is_candidate
-from parity.model.dflash.mask import PADDING
 from parity.model.recipe.config import Recipe
+from parity.model.training.anchors import PADDING, AnchorConfig, is_candidate
 from parity.model.training.data import Batch
 from parity.probes.adapters.base import Adapter, AdapterStep, NotExposed, TargetReference
 from parity.probes.base import ProbeAnswer
@@ -179,6 +178,7 @@ class ExaminedAdapter:
         anchors = self.anchors(batch) if anchors is None else anchors
         with self.guard_adapter_call("step"), torch.enable_grad():
             shown = self.adapter.step(batch, states, anchors=anchors, seed=seed, training=training)
+            shown = shown.as_blocks() if isinstance(shown, AdapterStep) else shown
         self._check(shown, batch, anchors)
         return shown
 
@@ -197,11 +197,14 @@ class ExaminedAdapter:
         if not isinstance(shown, AdapterStep):
             raise AdapterError("step", "an AdapterStep", type(shown).__name__)
         # Shapes that every step has, and those of parts that a step may have; None: any size.
-        where = (len(anchors), self.block, self.adapter.width)
+        # A head of its own may have another width than the target's.
+        own = shown.head.ndim == 2 and shown.head.shape[1:] == shown.hidden.shape[2:]
+        width = shown.head.shape[1] if own else self.adapter.width
+        where = (len(anchors), self.block, width)
         shapes: dict[str, tuple[Tensor, tuple[int | None, ...]]] = {
             "step.hidden": (shown.hidden, where),
             "step.loss": (shown.loss, ()),
-            "step.head": (shown.head, (None, self.adapter.width)),
+            "step.head": (shown.head, (None, width)),
             "step.fc_input": (shown.fc_input, (len(batch.tokens), None)),
             "step.anchors": (shown.anchors, (len(anchors),)),
         }

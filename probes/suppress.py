@@ -2,7 +2,7 @@
 
     answers = suppress_dependent(subject, answers)
 
-A probe asks one question and supposes the rest to be as declared. Where another probe found that it is not, some
+A probe answers one question and supposes the rest to be as declared. Where another probe found that it is not, some
 of what it reports is a consequence and no second fault.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuppressionRule:
-    """Findings that say nothing where another is there, which alone makes a trainer show them that is right besides."""
+    """Findings that mean nothing where another is there, since its fault alone brings them about."""
 
     cause: str
     """Fault of one probe."""
@@ -29,7 +29,7 @@ class SuppressionRule:
     """Faults of other probes that are then not judged."""
     why: str
     holds: Callable[["ExaminedAdapter"], bool] = lambda subject: True
-    """Whether it is so for this trainer, where the cause alone does not say."""
+    """Whether it is so for this trainer, where the cause alone does not decide."""
 
 
 def _states_are_detached(subject: "ExaminedAdapter") -> bool:
@@ -77,7 +77,12 @@ reported. A name that says more (another layer, another offset) is no row's: it 
 def suppress_dependent(
     subject: "ExaminedAdapter", answers: Sequence[tuple[str, ProbeAnswer]]
 ) -> list[tuple[str, ProbeAnswer]]:
-    """Answers in which what `CLOUDED` cannot judge is skipped, with the reason and what was seen."""
+    """Return the answers, with every finding that a row of `CLOUDED` explains skipped, with the reason.
+
+    Args:
+        subject: the trainer that the findings are about.
+        answers: every probe's, by its name.
+    """
     found = {f.fault for _, answer in answers for f in answer.findings if f.outcome == "fail"}
     rows = {
         fault: row
@@ -86,7 +91,7 @@ def suppress_dependent(
         for fault in row.faults
     }
 
-    def one(finding: Finding) -> Finding:
+    def judge(finding: Finding) -> Finding:
         row = rows.get(finding.fault or "")
         if row is None or finding.outcome != "fail":
             return finding
@@ -98,4 +103,4 @@ def suppress_dependent(
             next_step=f"put {row.cause} right, and check again",
         )
 
-    return [(name, replace(a, findings=tuple(map(one, a.findings)))) for name, a in answers]
+    return [(name, replace(a, findings=tuple(map(judge, a.findings)))) for name, a in answers]

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import altair as alt
 
@@ -31,6 +31,11 @@ HEAT = [f"var(--h{number})" for number in range(9)]
 SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down"]
 
 
+Settings = dict[str, Any]
+"""Keyword arguments of altair, whose own types are unions of dozens, and what it makes of them."""
+Encoding = alt.X | alt.Y
+"""A column on one of the two axes."""
+OneChannel = TypeVar("OneChannel", alt.X, alt.Y)
 Layers = alt.LayerChart | alt.FacetChart
 """What `alt.layer` makes, as it is typed."""
 
@@ -39,7 +44,7 @@ Layers = alt.LayerChart | alt.FacetChart
 class ChartDrawing:
     """What the page needs to draw one chart."""
 
-    spec: dict[str, Any]
+    spec: Settings
     """Vega-Lite; its data set is named `rows`."""
     rows: dict[str, list[Value]]
     """The data set by field, all lists of one length."""
@@ -73,7 +78,7 @@ def draw(table: Table) -> ChartDrawing | None:
     return ChartDrawing(spec, plot.rows, tips, label, plot.remarks)
 
 
-_CONFIG: dict[str, Any] = {
+_CONFIG: Settings = {
     "background": "transparent",
     "font": "system-ui, sans-serif",
     "view": {"stroke": None},
@@ -139,11 +144,11 @@ def _ticks(numbers: Sequence[float]) -> list[float]:
     return [tick for tick in ticks if 10.0**first <= tick <= high]
 
 
-def _axis(plot: ChartRows, numbers: Sequence[float], channel: Any) -> Any:
+def _axis(plot: ChartRows, numbers: Sequence[float], channel: type[OneChannel]) -> OneChannel:
     """The measured value as an encoding of `channel` (`alt.X` or `alt.Y`)."""
     title = words.heading(plot.columns[plot.value])
-    scale: dict[str, Any] = {"domain": _domain(plot, numbers), "nice": False, "zero": False}
-    axis: dict[str, Any] = {"tickCount": 6}
+    scale: Settings = {"domain": _domain(plot, numbers), "nice": False, "zero": False}
+    axis: Settings = {"tickCount": 6}
     if plot.chart.log:
         scale = {"type": "log", "domain": scale["domain"], "nice": False}
         axis = {"values": _ticks(numbers), "labelExpr": "replace(format(datum.value, '.0e'), '+', '')"}
@@ -158,7 +163,7 @@ def _place(plot: ChartRows) -> alt.X:
         # a dozen names fit beside each other; more of them stand
         angle = 0 if len(places) <= 12 else -60
         return alt.X("x:N", title=title, sort=None, axis=alt.Axis(grid=False, labelAngle=angle))
-    axis: dict[str, Any] = {"labelOverlap": True, "labelSeparation": 8}
+    axis: Settings = {"labelOverlap": True, "labelSeparation": 8}
     axis |= {"tickMinStep": 1} if column.kind == "int" else {}
     if len(places) <= 3:  # between two or three layers an axis would label halves
         axis["values"] = places
@@ -166,7 +171,7 @@ def _place(plot: ChartRows) -> alt.X:
     return alt.X("x:Q", title=title, scale=scale, axis=alt.Axis(grid=False, **axis))
 
 
-def _colours(plot: ChartRows) -> dict[str, Any]:
+def _colours(plot: ChartRows) -> Settings:
     """Colour and shape by series, in the table's order."""
     if "s" not in plot.rows:
         return {"color": alt.value(SERIES[0])}
@@ -190,7 +195,7 @@ def _lines(plot: ChartRows, numbers: Sequence[float]) -> Layers:
     rows = plot.rows
     rows["r"] = _runs(rows)
     colours = _colours(plot)
-    shapes: dict[str, Any] = {}
+    shapes: Settings = {}
     if "s" in rows:
         names = [str(name) for name in _distinct(rows["s"])]
         repeat = -(-len(names) // len(SHAPES))
@@ -201,7 +206,7 @@ def _lines(plot: ChartRows, numbers: Sequence[float]) -> Layers:
     # What has a place is a line with points; zeros stand on a line of their own, the rest at the upper edge.
     placed = base.transform_filter(f"datum.k === {NUMBER}")
     size = 55 if len(rows["x"]) <= 400 else 14
-    layers: list[Any] = []
+    layers: list[alt.Chart] = []
     if NUMBER in rows["k"]:
         layers.append(placed.mark_line(strokeWidth=1.8).encode(y=y, detail="r:N"))
         layers.append(
@@ -242,7 +247,7 @@ def _zero_line() -> list[alt.Chart]:
     return [rule.encode(**across), text.encode(x=alt.value(0), y=alt.value("height"))]
 
 
-def _rules(plot: ChartRows, y: Any) -> list[alt.Chart]:
+def _rules(plot: ChartRows, y: alt.Y) -> list[alt.Chart]:
     """The limits across the chart and the marked places on x, with their labels."""
     layers: list[alt.Chart] = []
     limits = [{"y": value, "label": words.plain(text)} for value, text in plot.chart.limits]
@@ -261,7 +266,7 @@ def _rules(plot: ChartRows, y: Any) -> list[alt.Chart]:
         layers.append(data.mark_rule(strokeWidth=1.5, color="var(--fail)"))
         for left in {mark["left"] for mark in marks}:
             # a label that hung over the edge would be given room there, and the chart would shrink
-            inside: dict[str, Any] = {"clip": True, "limit": LABEL, "fill": "var(--fail)"}
+            inside: Settings = {"clip": True, "limit": LABEL, "fill": "var(--fail)"}
             names = data.transform_filter(f"datum.left === {str(left).lower()}")
             names = names.mark_text(align="right" if left else "left", dx=-5 if left else 5, **inside)
             layers.append(names.encode(y=alt.value(8), text="label:N"))
@@ -283,28 +288,28 @@ def _bars(plot: ChartRows, numbers: Sequence[float]) -> Layers:
     names = len(_distinct(plot.rows["x"]))
     # side by side only where a place has several series; else each bar stands in the middle of its place
     series = len(_distinct(plot.rows["s"])) if len(plot.rows["x"]) > names else 1
-    where: Any = (alt.Y if lying else alt.X)("x:N", title=None, sort=None)
+    where: Encoding = (alt.Y if lying else alt.X)("x:N", title=None, sort=None)
     scale = alt.Scale(domain=_distinct(plot.rows["x"]))
-    encoding: dict[str, Any] = _colours(plot)
+    encoding: Settings = _colours(plot)
     ticks = alt.Axis(grid=False, labelAngle=0, labelOverlap=True)
     where = where.scale(scale).axis(ticks)
     # beside names that lie, a title would run into them
     encoding["y" if lying else "x"] = where if lying else where.title(words.heading(plot.columns["x"]))
     if series > 1:
         encoding["yOffset" if lying else "xOffset"] = alt.YOffset("s:N") if lying else alt.XOffset("s:N")
-    measured = _axis(plot, numbers, alt.X if lying else alt.Y)
+    measured: Encoding = _axis(plot, numbers, alt.X) if lying else _axis(plot, numbers, alt.Y)
     start = alt.datum(max(0.0, _domain(plot, numbers)[0]) if plot.chart.log else 0)
     base = alt.Chart(alt.NamedData(name="rows")).encode(**encoding)
-    span: dict[str, Any] = {"x": measured, "x2": start} if lying else {"y": measured, "y2": start}
+    span: Settings = {"x": measured, "x2": start} if lying else {"y": measured, "y2": start}
     bars = base.transform_filter(f"datum.k === {NUMBER}").mark_bar().encode(tooltip=_TIP, **span)
-    layers: list[Any] = [bars] if NUMBER in plot.rows["k"] else []
-    edge = {"x": alt.value(0)} if lying else {"y": alt.value("height")}
+    layers: list[alt.Chart] = [bars] if NUMBER in plot.rows["k"] else []
+    edge: Settings = {"x": alt.value(0)} if lying else {"y": alt.value("height")}
     for kind, text in ((ZERO, "0"), (ODD, "✕")):
         if kind in plot.rows["k"]:
-            shift: dict[str, Any] = {"dx": 8} if lying else {"dy": -8}
+            shift: Settings = {"dx": 8} if lying else {"dy": -8}
             mark = base.transform_filter(f"datum.k === {kind}").mark_text(text=text, **shift)
             layers.append(mark.encode(**edge, tooltip=_TIP))
-    if not lying:
+    if isinstance(measured, alt.Y):  # where bars stand
         layers += _rules(plot, measured)
     height = max(80, 26 * names * series) if lying else HEIGHT
     return alt.layer(*layers).properties(width="container", height=height)
@@ -312,7 +317,7 @@ def _bars(plot: ChartRows, numbers: Sequence[float]) -> Layers:
 
 def _heatmap(plot: ChartRows, numbers: Sequence[float]) -> Layers:
     """Cells over x and y in steps of colour; hollow where 0 on a logarithmic scale, crossed where odd."""
-    x, y = (_band(plot, name, channel) for name, channel in (("x", alt.X), ("y", alt.Y)))
+    x, y = _band(plot, "x", alt.X), _band(plot, "y", alt.Y)
     base = alt.Chart(alt.NamedData(name="rows")).encode(x=x, y=y, tooltip=_TIP)
     # Steps of colour, each with its name in the legend.
     bounds = _bounds(numbers, plot.chart.log)
@@ -351,10 +356,10 @@ def _step(value: Value, names: Sequence[str], bounds: Sequence[float]) -> Value:
     return names[bisect_right(bounds, value)] if isinstance(value, (int, float)) else None
 
 
-def _band(plot: ChartRows, name: str, channel: Any) -> Any:
+def _band(plot: ChartRows, name: str, channel: type[OneChannel]) -> OneChannel:
     """The rows or columns of a heat map, in the table's order; every tenth of many numbers is labelled."""
     places = _distinct(plot.rows[name])
-    axis: dict[str, Any] = {"labelOverlap": True, "labelAngle": 0, "ticks": False, "domain": False}
+    axis: Settings = {"labelOverlap": True, "labelAngle": 0, "ticks": False, "domain": False}
     whole = all(isinstance(place, int) for place in places)
     if whole and len(places) > 40:
         step = 10 ** math.floor(math.log10(len(places) / 4))

@@ -9,15 +9,18 @@ their own, nan and a missing number are told apart (nan is a value, `pd.NA` is n
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import pandas as pd
+from pandas.api.extensions import ExtensionArray
 
 from parity.errors import ParityError
 from parity.files import replace_atomically
 from parity.reports.record import Column, Finding, Report, StepReport, Table, Value
 
+FrameColumn: TypeAlias = "pd.Series[Any]"
+"""A column of a frame, whatever it holds."""
 ARROW_TYPES = {"int": "Int64", "float": "Float64", "flag": "boolean", "text": "string", "outcome": "string"}
 """pandas' nullable type for each kind of column."""
 
@@ -75,7 +78,7 @@ def steps_frame(reports: Sequence[StepReport]) -> pd.DataFrame:
     """
     names = list(dict.fromkeys(name for each in reports for name, _ in each.values))
     held = [dict(each.values) for each in reports]
-    columns: dict[str, Any] = {
+    columns: dict[str, FrameColumn] = {
         "time": pd.Series(
             pd.to_datetime([each.time for each in reports], format="ISO8601", utc=True, errors="coerce")
         ),
@@ -102,7 +105,7 @@ def step_tables(reports: Iterable[StepReport], name: str) -> pd.DataFrame:
             known.add(record.name)
             if record.name == name:
                 frame = table(record)
-                frame.insert(0, "step", _array([each.step] * len(frame), dtype="Int64"))
+                frame.insert(0, "step", pd.Series(_array([each.step] * len(frame), dtype="Int64")))
                 frames.append(frame)
     if not frames:
         found = f"tables {', '.join(sorted(known))}" if known else "steps without tables"
@@ -175,9 +178,10 @@ def _findings(rows: Iterable[tuple[Finding, dict[str, int]]]) -> pd.DataFrame:
     )
 
 
-def _array(values: Sequence[Any], dtype: str) -> Any:
+def _array(values: Sequence[object], dtype: str) -> ExtensionArray:
     """pandas' nullable array of that type; its own overloads know no dtype that is chosen at run time."""
-    return pd.array(list(values), dtype=cast(Any, dtype))
+    array: ExtensionArray = pd.array(list(values), dtype=cast(Any, dtype))
+    return array
 
 
 def _outcome(step: StepReport) -> str:
@@ -195,7 +199,7 @@ def _kind(held: Sequence[dict[str, Value]], name: str) -> Literal["text", "int",
     return "text"
 
 
-def _series(column: Column, values: Sequence[Value]) -> Any:
+def _series(column: Column, values: Sequence[Value]) -> FrameColumn:
     """A column's cells in its kind's type, as text where one does not fit."""
     if column.kind == "float" and all(v is None or _is_number(v) for v in values):
         return pd.Series(_floats([_number(value) for value in values]))
@@ -216,7 +220,7 @@ def _number(value: Value) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _floats(values: Sequence[float | None]) -> Any:
+def _floats(values: Sequence[float | None]) -> ExtensionArray:
     """Nullable floats in which nan stays nan and only None is missing: pandas' own conversion merges the two."""
     missing = np.array([value is None for value in values], dtype=bool)
     numbers = np.array([0.0 if value is None else value for value in values], dtype=np.float64)

@@ -38,7 +38,7 @@ class Module:
     """One source file."""
 
     name: str
-    """Its import name: `parity.model.dflash.decode`."""
+    """Its import name: `parity.model.drafting.decode`."""
     path: Path
     text: str
 

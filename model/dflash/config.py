@@ -171,39 +171,3 @@ def layer_rules(
         causal = sliding if is_causal is None else is_causal
         rules.append(VisibilityRule(window=sliding_window if sliding else None, causal=causal))
     return tuple(rules)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DraftVocab:
-    """A reduced draft vocabulary: which target tokens it holds, and the way back (speculators' maps)."""
-
-    t2d: Tensor
-    """bool [V]: the target token has a draft id. Draft ids follow the order of target ids."""
-    d2t: Tensor
-    """int64 [Vd], offsets: target id = draft id + d2t[draft id]."""
-
-    def __post_init__(self) -> None:
-        kept = self.t2d.nonzero().squeeze(-1)
-        own = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-        if len(kept) != len(own) or not torch.equal(kept.to(own.device), own):
-            found = f"t2d keeps {len(kept)} tokens, d2t names {len(own)}, and they are not the same tokens"
-            raise ParityError("a reduced draft vocabulary", found, "take both maps from the same run")
-
-    @classmethod
-    def from_kept(cls, t2d: Tensor) -> "DraftVocab":
-        """The maps for the kept tokens `t2d` (bool [V])."""
-        kept = t2d.nonzero().squeeze(-1)
-        return cls(t2d=t2d, d2t=kept - torch.arange(len(kept), device=kept.device))
-
-    def to_target(self, draft_ids: Tensor) -> Tensor:
-        """Draft ids of any shape as target ids."""
-        return draft_ids + self.d2t[draft_ids]
-
-    def to_draft(self, target_ids: Tensor) -> Tensor:
-        """Target ids of any shape as draft ids; -1 where the draft vocabulary lacks the token."""
-        ids = self.t2d.cumsum(0) - 1
-        return torch.where(self.t2d, ids, torch.full_like(ids, -1))[target_ids]
-
-    def head_rows(self, head: Tensor) -> Tensor:
-        """The rows [Vd, D] of the target's head [V, D] that the drafter uses."""
-        return head[self.t2d]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from parity.model.dflash.config import DrafterConfig, DraftVocab, RopeConfig
+from parity.model.dflash.config import DrafterConfig, RopeConfig
 from parity.model.dflash.mask import (
     BlockLayout,
     TokenPlaces,
@@ -34,6 +34,10 @@ from parity.model.dflash.mask import (
     flex_mask,
     plan_groups,
 )
+from parity.model.drafting.proposer import DraftContext, DrafterModule, at_least_fp32
+from parity.model.drafting.session import EmbeddingAndHead
+from parity.model.training.anchors import block_ids
+from parity.model.training.vocabulary import DraftVocab
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values, each [N, G, E], turned by rope."""
@@ -47,11 +51,6 @@ FlexAttention, for CUDA (no backward on CPU)."""
 
 INIT_STD = 0.02
 """Standard deviation of new projections, transformers' `initializer_range` for Qwen3."""
-
-
-def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for bf16 and fp16, otherwise the dtype itself."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class _Normalise(torch.autograd.Function):
@@ -193,12 +192,12 @@ class ContextCache:
         self.layers = [(keys[:length], values[:length]) for keys, values in self.layers]
 
 
-class Drafter(nn.Module):
+class Drafter(DrafterModule):
     """fc, hidden_norm, layers, norm; with a reduced vocabulary also the buffers t2d and d2t."""
 
     def __init__(self, config: DrafterConfig, draft_vocab: DraftVocab | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config: DrafterConfig = config
         width = config.hidden_size
         self.fc = nn.Linear(config.conditioning * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
@@ -260,6 +259,10 @@ class Drafter(nn.Module):
         empty = weight.new_empty(0, self.config.num_kv_heads, self.config.head_dim)
         return ContextCache(context=context_tokens(none, none), layers=[(empty, empty)] * len(self.layers))
 
+    def new_context(self, ends: EmbeddingAndHead, head: Tensor) -> DraftContext:
+        """As `DrafterModule.new_context`."""
+        return _BlockContext(self, ends, head)
+
     def extend(self, cache: ContextCache, states: Tensor, position: Tensor, document: Tensor) -> None:
         """Add captured states [n, C * D] at `position` [n] of `document` [n] to the cache."""
         new = self.context_keys_values(states, position)
@@ -311,11 +314,26 @@ class Drafter(nn.Module):
         return hidden.view(block_embeddings.shape)
 
 
-def block_ids(tokens: Tensor, anchors: Tensor, block_size: int, mask_token_id: int) -> Tensor:
-    """Ids [A, B] that fill the blocks: the token at the anchor, then mask tokens. tokens [S], anchors [A]."""
-    ids = torch.full((len(anchors), block_size), mask_token_id, dtype=tokens.dtype, device=tokens.device)
-    ids[:, 0] = tokens[anchors]
-    return ids
+class _BlockContext(DraftContext):
+    """Keys and values of the states, and blocks drafted from them in one pass."""
+
+    def __init__(self, drafter: Drafter, ends: EmbeddingAndHead, head: Tensor) -> None:
+        self.drafter, self.ends, self.head = drafter, ends, head
+        self.cache = drafter.new_cache()
+
+    def __len__(self) -> int:
+        return len(self.cache)
+
+    def extend(self, states: Tensor, position: Tensor, document: Tensor) -> None:
+        self.drafter.extend(self.cache, states.to(self.drafter.fc.weight), position, document)
+
+    def logits(self, anchor_ids: Tensor, position: Tensor, document: Tensor, size: int) -> Tensor:
+        drafter, anchors = self.drafter, torch.arange(len(anchor_ids), device=anchor_ids.device)
+        ids = block_ids(anchor_ids, anchors, size, drafter.config.mask_token_id)
+        embeddings = F.embedding(ids, self.ends.embed).to(drafter.fc.weight)
+        hidden = drafter.draft(self.cache, embeddings, position, document)[:, 1:]
+        logits = F.linear(hidden.to(self.head), self.head)
+        return logits.to(at_least_fp32(logits.dtype))
 
 
 def prepare_attention(

@@ -10,8 +10,6 @@ reduced vocabulary. Nothing is ever unpickled. A folder appears whole or not at 
 """
 
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +19,18 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.files import flush_to_disk
-from parity.model.dflash.config import DrafterConfig, DraftVocab
+from parity.model.dflash.config import DrafterConfig
 from parity.model.dflash.drafter import Drafter
 from parity.model.dflash.layout_read import AmbiguityAnswers, read_speculators, read_zlab
-from parity.model.dflash.layout_write import TargetLayers, speculators_config, zlab_config
+from parity.model.dflash.layout_write import speculators_config, zlab_config
+from parity.model.training.exchange import (
+    ImportedDrafter,
+    TargetLayers,
+    read_layout_config,
+    read_layout_tensors,
+    write_layout,
+)
+from parity.model.training.vocabulary import DraftVocab
 from parity.reports.words import shorten_list
 
 __all__ = [
@@ -44,15 +49,11 @@ MAPS = ("t2d", "d2t")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ImportedCheckpoint:
-    """A checkpoint that was read."""
+class ImportedCheckpoint(ImportedDrafter):
+    """A DFlash checkpoint that was read."""
 
     drafter: Drafter
     """In the dtype of the file."""
-    wiring: TargetLayers
-    layout: CheckpointLayout
-    shared: dict[str, Tensor]
-    """Copies of the target's tensors that the file holds, by name: to be compared with the target's own."""
 
 
 def save_zlab(
@@ -75,7 +76,8 @@ def save_zlab(
         raise ParityError("z-lab's layout", "a reduced draft vocabulary, for which it has no place", do)
     _check_rope(drafter.config, partial_rotary)
     tensors = {name: tensor for name, tensor in drafter.state_dict().items() if name not in MAPS}
-    return _write(Path(folder), zlab_config(drafter.config, wiring, _dtype(drafter)), tensors, overwrite)
+    config = zlab_config(drafter.config, wiring, _dtype(drafter))
+    return write_layout(Path(folder), config, tensors, overwrite=overwrite)
 
 
 def save_speculators(
@@ -102,7 +104,7 @@ def save_speculators(
             )
         tensors["lm_head.weight"], size = vocab.head_rows(head), len(vocab.d2t)
     config = speculators_config(drafter.config, wiring, _dtype(drafter), size)
-    return _write(Path(folder), config, tensors, overwrite)
+    return write_layout(Path(folder), config, tensors, overwrite=overwrite)
 
 
 def _dtype(drafter: Drafter) -> str:
@@ -117,41 +119,11 @@ def _check_rope(config: DrafterConfig, allowed: bool) -> None:
         raise ParityError("a checkpoint that every reader reads alike", found, do)
 
 
-def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], overwrite: bool) -> Path:
-    """Both files into a new folder beside the wanted one, which then takes its name."""
-    from safetensors.torch import save_file
-
-    if folder.exists() and not overwrite:
-        raise ParityError(
-            f"a checkpoint in {folder}", "something is there", "name a new folder, or allow overwrite"
-        )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        fresh.chmod(0o755)  # mkdtemp's folder is for its owner only
-        held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        save_file(held, fresh / "model.safetensors", metadata={"format": "pt"})
-        (fresh / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        for path in fresh.iterdir():
-            flush_to_disk(path)
-        old = fresh.with_name(f"{fresh.name}.old")
-        if folder.exists():
-            folder.rename(old)
-        fresh.rename(folder)
-        flush_to_disk(folder.parent)
-        if old.exists():
-            shutil.rmtree(old)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
-    return folder
-
-
 def load_checkpoint(folder: str | Path, answers: AmbiguityAnswers | None = None) -> ImportedCheckpoint:
     """Read a checkpoint of either layout. Raises ParityError where a file is missing or unsafe, tensors do not fit,
     or the configuration can be read in two ways (the message holds the question; `answers` takes the answer)."""
     folder, answers = Path(folder), answers or AmbiguityAnswers()
-    raw, tensors = _read_config(folder), _read_tensors(folder)
+    raw, tensors = read_layout_config(folder), read_layout_tensors(folder)
     draft_vocab = None
     layout: CheckpointLayout = "speculators" if "speculators_model_type" in raw else "zlab"
     if layout == "speculators":
@@ -175,39 +147,6 @@ def load_checkpoint(folder: str | Path, answers: AmbiguityAnswers | None = None)
     shared = {name: tensor for name, tensor in tensors.items() if name in SHARED_TENSORS}
     drafter = _fill_weights(Drafter(config, draft_vocab), own, folder)
     return ImportedCheckpoint(drafter=drafter, wiring=wiring, layout=layout, shared=shared)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ParityError(f"config.json in {folder}", str(error), "give a checkpoint's folder") from error
-    if not isinstance(raw, dict):
-        raise ParityError(f"config.json in {folder}", "no mapping", "give a checkpoint's folder")
-    return raw
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        names = [single.name]
-    elif index.is_file():
-        names = sorted({Path(name).name for name in json.loads(index.read_text())["weight_map"].values()})
-    else:
-        others = sorted(
-            path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".ckpt")
-        )
-        found = f"no model.safetensors{', but ' + ', '.join(others) if others else ''}"
-        raise ParityError(
-            f"weights in {folder}", found, "convert them to safetensors; pickles are never loaded"
-        )
-    try:
-        return {name: tensor for file in names for name, tensor in load_file(folder / file).items()}
-    except (OSError, SafetensorError) as error:
-        raise ParityError(f"weights in {folder}", str(error), "the file is damaged; copy it again") from error
 
 
 def _verifier_layers(raw: Mapping[str, Any]) -> int | None:

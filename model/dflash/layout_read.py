@@ -11,8 +11,8 @@ from typing import Any
 
 from parity.errors import ParityError
 from parity.model.dflash.config import DrafterConfig, RopeConfig, layer_rules
-from parity.model.dflash.layout_write import TargetLayers
 from parity.model.dflash.mask import VisibilityRule
+from parity.model.training.exchange import TargetLayers
 
 SIZES = (
     "vocab_size",

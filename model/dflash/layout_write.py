@@ -10,56 +10,14 @@ Sources: dflash 0.1.0 model.py (`_draft_value`, `Qwen3DFlashAttention`), specula
 models/dflash/{config,core,attention}.py and convert/dflash/converter.py, SpecForge 0.2.0 export/checkpoint_io.py.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from parity.errors import ParityError
 from parity.model.dflash.config import DrafterConfig
 from parity.model.dflash.mask import VisibilityRule
-from parity.model.target.load import Target
+from parity.model.training.exchange import TargetLayers
 
 SPECULATORS_VERSION = "0.9.0"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TargetLayers:
-    """What readers of a checkpoint must know of the target, beside the drafter's own sizes."""
-
-    layers: tuple[int, ...]
-    """Conditioning layers, 0-based decoder layers, in the order of fc's slices. Never the last layer: readers
-    that take it from `hidden_states` get it after the final norm, those that hook the layer before it."""
-    num_target_layers: int
-    vocab_size: int
-    """Of the target."""
-    target: str | None = None
-    """Name or path of the target, where it is known."""
-    architectures: tuple[str, ...] = ()
-    """The target's, as its config.json names them."""
-    max_position_embeddings: int = 32_768
-    """Longest text in tokens that the checkpoint claims."""
-
-    def __post_init__(self) -> None:
-        wrong = [layer for layer in self.layers if not 0 <= layer < self.num_target_layers - 1]
-        if wrong or not self.layers:
-            found = (
-                f"layers {list(self.layers)} of {self.num_target_layers} (speculators' ids are one higher)"
-            )
-            do = f"give 0-based decoder layers from 0 to {self.num_target_layers - 2}"
-            raise ParityError("conditioning layers of a checkpoint", found, do)
-
-    @classmethod
-    def of(cls, target: Target, layers: Sequence[int]) -> "TargetLayers":
-        """For a loaded target."""
-        config = target.config
-        return cls(
-            layers=tuple(layers),
-            num_target_layers=len(target.layers),
-            vocab_size=int(config.vocab_size),
-            target=target.spec.model,
-            architectures=tuple(getattr(target.model.config, "architectures", None) or ()),
-            max_position_embeddings=int(config.max_position_embeddings),
-        )
 
 
 def _attention_keys(layers: tuple[VisibilityRule, ...]) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity.model.training.anchors import PADDING
+
 CONTEXT = -1
 """`TokenPlaces.block` of a context token."""
-PADDING = -1
-"""`TokenPlaces.document` of padding: seen by nobody."""
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

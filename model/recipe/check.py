@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel
 
 from parity.errors import ParityError
+from parity.model.recipe.methods import METHODS
 
 if TYPE_CHECKING:
     from parity.model.recipe.config import Recipe, TrainingFile
@@ -75,6 +76,8 @@ def flow(value: Any) -> str:
 
 def recipe_clashes(recipe: "Recipe") -> Iterator[RecipeConflict]:
     """What contradicts itself within the recipe."""
+    if recipe.method not in METHODS:
+        yield _clash("recipe.method", None, "no such family of drafters", nearest(recipe.method, METHODS))
     yield from _loss_clashes(recipe)
     yield from _layer_clashes(recipe)
     yield from _label_clashes(recipe)

@@ -30,6 +30,7 @@ from parity.model.recipe.check import (
     recipe_clashes,
     run_clashes,
 )
+from parity.model.recipe.methods import DEFAULT_METHOD
 
 KEYS_HINT = "`parity train --keys` says what each key takes"
 Validated = TypeVar("Validated", bound=BaseModel)
@@ -189,6 +190,9 @@ class AttentionPart(_Part):
 class Recipe(_Part):
     """The wiring."""
 
+    method: str = DEFAULT_METHOD
+    """Family of drafters; DFlash drafts a block of mask tokens in one pass. What a key means to another family, that
+    family says."""
     target: TargetPart
     conditioning: ConditioningPart
     teacher: TeacherPart | None = TeacherPart()
@@ -207,8 +211,11 @@ class Recipe(_Part):
 
     @property
     def hash(self) -> str:
-        """16 hex digits of what is declared, defaults written out."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        """16 hex digits of what is declared, defaults written out but for `method`, which is newer than the hash."""
+        data = self.model_dump(mode="json")
+        if self.method == DEFAULT_METHOD:
+            del data["method"]
+        text = json.dumps(data, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -224,8 +231,10 @@ class Recipe(_Part):
 
 
 class DrafterPart(_Part):
-    """Sizes of the drafter; null takes the target's. Width and vocabulary always are the target's."""
+    """Sizes of the drafter; null takes the target's."""
 
+    width: int | None = Field(default=None, ge=1)
+    """Of the drafter's layers. A DFlash drafter has its target's; other families may project at both ends."""
     intermediate_size: int | None = None
     """Width of the MLP."""
     heads: int | None = None

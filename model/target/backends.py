@@ -362,7 +362,7 @@ class CallRecorder:
 
 
 class _Wrapper:
-    """What stands in an operator's place while a recorder is on."""
+    """Replaces an operator while a recorder is on."""
 
     def __init__(
         self, recorder: CallRecorder, name: str, operator: Operator, function: OperatorFunction

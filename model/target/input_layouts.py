@@ -43,7 +43,7 @@ class InputLayout:
     segments: tuple[int, ...] = ()
     """First columns of the segments after the first: one row that holds several documents."""
     boundaries: bool = False
-    """Whether `segments` are also told to the kernels (cu_seq_lens, seq_idx), beside the positions."""
+    """Whether the kernels get `segments` too (cu_seq_lens, seq_idx), beside the positions."""
     drafted: tuple[int, ...] = ()
     """Tokens that are computed at the first split, then taken out of the cache again, as rejected drafts are."""
 

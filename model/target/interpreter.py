@@ -14,7 +14,7 @@ stand between that and fla's gated delta rule, and `install` mends each of them:
    round-to-nearest breaks ties upwards and loses the carry into the exponent. Both are replaced.
 
 `self_test` compares the result with an fp64 recurrence. Its numbers must hold before anything computed
-here is believed; a version outside the table is refused unless the self-test is all that is asked.
+here is believed; a version outside the table is refused.
 """
 
 import importlib

@@ -14,9 +14,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from parity.errors import ParityError
@@ -31,26 +32,6 @@ WEIGHT_SAMPLE = 256
 """Values of each parameter that are compared with the checkpoint's after loading: enough that a random parameter cannot
 agree by chance, few enough to cost nothing on a large model."""
 PREFIX = re.compile(r"^(?:(?:model|language_model|transformer|text_model)\.)+")
-
-
-class _StoredSlice(Protocol):
-    """A tensor of a safetensors file that has not been read yet."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def get_dtype(self) -> str: ...
-
-    def __getitem__(self, rows: slice) -> Tensor: ...
-
-
-class _CheckpointFile(Protocol):
-    """An open safetensors file."""
-
-    def keys(self) -> list[str]: ...
-
-    def get_slice(self, name: str) -> _StoredSlice: ...
-
-    def get_tensor(self, name: str) -> Tensor: ...
 
 
 @dataclass(kw_only=True)
@@ -249,7 +230,7 @@ def _check_against_checkpoint(target: Target) -> None:
         )
 
 
-def _sample_equal(parameter: Tensor, part: _StoredSlice) -> bool:
+def _sample_equal(parameter: Tensor, part: Any) -> bool:
     """Whether the first rows of a parameter hold the checkpoint's values, in the parameter's dtype."""
     shape = list(part.get_shape())
     if shape != list(parameter.shape):
@@ -261,9 +242,8 @@ def _sample_equal(parameter: Tensor, part: _StoredSlice) -> bool:
     return torch.equal(mine, theirs.to(mine.dtype))
 
 
-def _stored_tensors(spec: TargetSpec) -> dict[str, tuple[_CheckpointFile, str]] | str:
+def _stored_tensors(spec: TargetSpec) -> dict[str, tuple[safe_open, str]] | str:
     """(open file, key) of each tensor of a local or cached safetensors checkpoint by canonical key, or why not."""
-    from safetensors import safe_open
     from transformers.utils.hub import cached_file
 
     def locate(name: str) -> Path | None:
@@ -287,7 +267,7 @@ def _stored_tensors(spec: TargetSpec) -> dict[str, tuple[_CheckpointFile, str]] 
             paths = [index.parent / Path(name).name for name in names]
         else:
             return "no safetensors checkpoint"
-        readers: list[_CheckpointFile] = [safe_open(path, framework="pt") for path in paths]
+        readers: list[safe_open] = [safe_open(path, framework="pt") for path in paths]
         return {canonical(key): (reader, key) for reader in readers for key in reader.keys()}  # noqa: SIM118
     except Exception as error:
         return f"the checkpoint could not be read beside the model ({error})"

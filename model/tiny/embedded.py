@@ -1,6 +1,6 @@
 """The embedded targets: a hybrid and a dense model of two million parameters, their tokenizer and template.
 
-    embedded("hybrid")   folder for from_pretrained, sha256 checked
+    find_embedded_target("hybrid")   # folder for from_pretrained, sha256 checked
 
 Only the standard library is imported at the top; torch and transformers come in where they are used.
 The weights are made by `python -m parity.model.tiny.train`.
@@ -137,7 +137,7 @@ def data_root() -> Path:
 
 
 def resolve(model: str) -> str:
-    """The name or folder that transformers loads: `find_embedded_target:NAME` is the folder of an embedded target.
+    """The name or folder that transformers loads: `embedded:NAME` is the folder of an embedded target.
 
     Raises ParityError where no embedded target is called that.
     """

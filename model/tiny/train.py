@@ -316,20 +316,20 @@ def measure(
     """Measure a float32 model on `rows` held-out conversations and `tasks` held-out tasks of each sort."""
     model.eval()
     loss, below = certainty(model, tokenizer, rows)
-    asked = corpus.held_out_tasks(tasks, seed)
-    plain, thought = (answers(model, tokenizer, asked, thinking=thinking) for thinking in (False, True))
+    closed = corpus.held_out_tasks(tasks, seed)
+    plain, thought = (answers(model, tokenizer, closed, thinking=thinking) for thinking in (False, True))
     several = [
         t for t in corpus.held_out_tasks(tasks, seed, one_right_answer=False) if not t.one_right_answer
     ]
     free = answers(model, tokenizer, several)
-    judged = zip(asked + asked + several, plain + thought + free, strict=True)
+    judged = zip(closed + closed + several, plain + thought + free, strict=True)
     return TinyQuality(
         loss=loss,
         below_90=below,
-        accuracy=sum(t.check(a) for t, a in zip(asked, plain, strict=True)) / len(asked),
-        thinking_accuracy=sum(t.check(a) for t, a in zip(asked, thought, strict=True)) / len(asked),
-        tasks=len(asked),
-        by_kind=_by_kind(asked, plain),
+        accuracy=sum(t.check(a) for t, a in zip(closed, plain, strict=True)) / len(closed),
+        thinking_accuracy=sum(t.check(a) for t, a in zip(closed, thought, strict=True)) / len(closed),
+        tasks=len(closed),
+        by_kind=_by_kind(closed, plain),
         open_by_kind=_by_kind(several, free),
         wrong=[f"{task.question} -> {text}" for task, text in judged if not task.check(text)],
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from parity.errors import ParityError
 from parity.files import write_atomically
+from parity.model.drafting.proposer import DrafterModule
 from parity.model.recipe.config import TrainingFile
 from parity.model.target import chat, openai_client
 from parity.model.training import distributed
@@ -29,7 +30,7 @@ def open_trainer(
     *,
     out: Path | None = None,
     observers: Sequence[Observer] = (),
-    tau: Callable[[Any], float] | None = None,
+    tau: Callable[[DrafterModule], float] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Trainer:
     """Everything a training file names, opened: target, states, data, ranks, and the run in `out` if there is one.

@@ -27,9 +27,8 @@ from torch import Tensor
 
 from parity.errors import ParityError
 from parity.files import WRITING, flush_to_disk, write_atomically
-from parity.model.dflash.config import DrafterConfig, DraftVocab, RopeConfig
-from parity.model.dflash.drafter import Drafter
-from parity.model.dflash.mask import VisibilityRule
+from parity.model.drafting.proposer import DrafterModule, DrafterShape
+from parity.model.family import find_family
 from parity.model.recipe.config import TrainingFile, dump, parse_training_file
 
 CHECKPOINT_SCHEMA = "parity-checkpoint/1"
@@ -61,7 +60,7 @@ class CheckpointContents:
     step: int
     """Optimizer steps done."""
     training: TrainingFile
-    drafter: DrafterConfig
+    drafter: DrafterShape
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     """`CHECKPOINT_NAME.exp_avg` and the like, by parameter name, and `rng.*`."""
@@ -115,7 +114,7 @@ class Checkpoints:
     def save(
         self,
         training: TrainingFile,
-        drafter: DrafterConfig,
+        drafter: DrafterShape,
         *,
         step: int,
         model: Mapping[str, Tensor],
@@ -203,29 +202,21 @@ def read_checkpoint_folder(folder: Path) -> CheckpointContents:
             raise ParityError(
                 asked, f"{name} is damaged", "remove the folder; an older checkpoint is used then"
             )
+    training = parse_training_file((folder / TRAINING).read_text(encoding="utf-8"), str(folder / TRAINING))
     return CheckpointContents(
         step=int(record["step"]),
-        training=parse_training_file((folder / TRAINING).read_text(encoding="utf-8"), str(folder / TRAINING)),
-        drafter=_drafter_config(record["drafter"]),
+        training=training,
+        drafter=find_family(training.recipe).read_config(record["drafter"]),
         model=load_file(folder / MODEL),
         optimizer=load_file(folder / OPTIMIZER),
         state=record["state"],
     )
 
 
-def _drafter_config(record: Mapping[str, Any]) -> DrafterConfig:
-    rules = tuple(VisibilityRule(**rule) for rule in record["layers"])
-    return DrafterConfig(**{**record, "layers": rules, "rope": RopeConfig(**record["rope"])})
-
-
-def load_drafter(path: str | Path, which: str = "last") -> tuple[Drafter, TrainingFile]:
+def load_drafter(path: str | Path, which: str = "last") -> tuple[DrafterModule, TrainingFile]:
     """The drafter of a checkpoint, or of a run's last or best one, and what it was trained by."""
     saved = read_checkpoint_folder(find_checkpoint(Path(path), which))
-    vocab = None
-    if "t2d" in saved.model:
-        vocab = DraftVocab(t2d=saved.model["t2d"], d2t=saved.model["d2t"])
-    drafter = Drafter(saved.drafter, vocab)
-    drafter.to(saved.model["fc.weight"].dtype).load_state_dict(saved.model)
+    drafter = find_family(saved.training.recipe).restore(saved.drafter, saved.model)
     return drafter.eval(), saved.training
 
 

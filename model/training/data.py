@@ -27,11 +27,10 @@ from torch import Tensor
 
 from parity.errors import ParityError
 from parity.files import write_atomically
-from parity.model.dflash.anchors import random_words
-from parity.model.dflash.mask import PADDING
 from parity.model.recipe.config import DataPart
 from parity.model.target import chat
 from parity.model.tiny import corpus
+from parity.model.training.anchors import PADDING, random_words
 from parity.tracing.trace import Trace
 
 CACHE_VERSION = "1"

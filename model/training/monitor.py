@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from parity.errors import ParityError
-from parity.model.dflash.decode import DecodeConfig, EmbeddingAndHead, RecordedText, greedy, offline_tau, tau
-from parity.model.dflash.drafter import Drafter
-from parity.model.dflash.step import StepOutput
+from parity.model.drafting.decode import DecodeConfig, RecordedText, greedy, offline_tau, tau
+from parity.model.drafting.proposer import DrafterModule
+from parity.model.drafting.session import EmbeddingAndHead
 from parity.model.recipe.config import TrainingFile
 from parity.model.training.data import Document
 from parity.model.training.states import SharedModules
+from parity.model.training.step import StepOutput
 
 TAU_TOKENS = 64
 """Generated tokens of a prompt: enough for several blocks, few enough for a validation."""
@@ -21,7 +22,7 @@ TAU_TOKENS = 64
 
 def tau_of(
     training: TrainingFile, parts: SharedModules, documents: Sequence[Document]
-) -> Callable[[Drafter], float]:
+) -> Callable[[DrafterModule], float]:
     """Measures tau at temperature 0 on what stands before the answers of `documents`.
 
     The target writes its own text once, at the first call; drafts are compared with it from then on. Raises
@@ -40,7 +41,7 @@ def tau_of(
     )
     records: list[RecordedText] = []
 
-    def measure(drafter: Drafter) -> float:
+    def measure(drafter: DrafterModule) -> float:
         records[:] = records or [greedy(target, prompt, config) for prompt in prompts if prompt]
         return tau(offline_tau(drafter, EmbeddingAndHead.of(target), records, max_new_tokens=TAU_TOKENS))
 

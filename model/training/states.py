@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from parity.errors import ParityError
+from parity.model.drafting.session import EmbeddingAndHead
 from parity.model.recipe.check import check_layers
 from parity.model.recipe.config import Recipe, TrainingFile
 from parity.model.target.backends import Backend, isolate, parse_backend
@@ -86,8 +87,6 @@ class SharedModules:
     @classmethod
     def of(cls, target: Target) -> "SharedModules":
         """Those of a loaded target. Raises ParityError where it has no head, or one with a bias."""
-        from parity.model.dflash.decode import EmbeddingAndHead
-
         ends = EmbeddingAndHead.of(target)
         return cls(
             embed=ends.embed,
@@ -283,10 +282,8 @@ class SyntheticTarget(nn.Module):
         return taps | {"final.prenorm": state, "final.postnorm": normed}
 
     @property
-    def ends(self) -> Any:
+    def ends(self) -> EmbeddingAndHead:
         """Embedding and head, as the draft-verify loop takes them."""
-        from parity.model.dflash.decode import EmbeddingAndHead
-
         return EmbeddingAndHead(embed=self.embed.detach(), head=self.head.detach())
 
     def session(self, layers: Sequence[int], rollback: str = "restore") -> "SyntheticSession":

@@ -1,4 +1,4 @@
-"""The training loop around `Wiring.step`: accumulate, clip, update, validate, save, go on.
+"""The training loop around `RecipeStep.step`: accumulate, clip, update, validate, save, go on.
 
     trainer = build.open_trainer(presets.preset("tiny"), out=Path("run"))
     outcome = trainer.run()
@@ -26,7 +26,8 @@ from torch import Tensor
 
 from parity.errors import ParityError
 from parity.files import write_atomically
-from parity.model.dflash.step import StepOutput, TrainingStep, new_drafter
+from parity.model.drafting.proposer import DrafterModule
+from parity.model.family import find_family
 from parity.model.recipe.config import SchedulePart, TrainingFile, dump
 from parity.model.training import checkpoint, distributed
 from parity.model.training.data import (
@@ -40,6 +41,7 @@ from parity.model.training.data import (
 from parity.model.training.distributed import Ranks
 from parity.model.training.loss import Objective
 from parity.model.training.states import SharedModules, StateSource
+from parity.model.training.step import RecipeStep, StepOutput
 
 VALIDATION_EPOCH = 2**62
 """Validation draws its anchors in an epoch that training never reaches, and always the same ones."""
@@ -141,7 +143,7 @@ class Trainer:
         *,
         out: Path | None = None,
         observers: Sequence[Observer] = (),
-        tau: Callable[[Any], float] | None = None,
+        tau: Callable[[DrafterModule], float] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """Begin, or go on from the newest checkpoint in `out`; without `out` nothing is written.
@@ -151,11 +153,12 @@ class Trainer:
         run = training.run
         self.training, self.parts, self.source, self.out = training, parts, source, out
         self.observers, self.tau, self.ranks = list(observers), tau, ranks or Ranks()
-        self.drafter = new_drafter(training, parts, documents)
+        family = find_family(training.recipe)
+        self.drafter: DrafterModule = family.new_drafter(training, parts, documents)
         self.config = self.drafter.config
         if run.parallel == "fsdp2":
             distributed.shard(self.drafter, self.ranks)
-        self.wiring = TrainingStep(training, parts, self.drafter)
+        self.wiring: RecipeStep = family.new_step(training, parts, self.drafter)
         self.parameters = {n: p for n, p in self.drafter.named_parameters() if p.requires_grad}
         self.optimizer = self._new_optimizer()
         self.feed = BatchStream(documents, length=run.data.length, rows=run.batch.rows, seed=run.seed)
@@ -185,7 +188,7 @@ class Trainer:
     # --- one step -------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, **options: Any) -> StepOutput:
-        """Forward one row: states from the source, then `Wiring.step`, whose options these are."""
+        """Forward one row: states from the source, then `RecipeStep.step`, whose options these are."""
         batch = batch.to(self.training.run.device)
         return self.wiring.step(batch, self.source(batch), **options)
 
@@ -249,7 +252,7 @@ class Trainer:
         return norm
 
     def _sums(self) -> StepSums:
-        return StepSums(list(self.training.recipe.loss.terms), self.training.recipe.block.size)
+        return StepSums(list(self.training.recipe.loss.terms), self.config.block_size)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:

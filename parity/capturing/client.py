@@ -129,7 +129,10 @@ class Worker:
         if not self._started:
             self._receive(None)
             self._started = True
-        self._send(json.dumps({"do": job} | fields) if isinstance(job, str) else job.model_dump_json())
+        if isinstance(job, str):
+            self._send(json.dumps({"do": job} | fields, default=asdict))
+        else:
+            self._send(job.model_dump_json())
         # The worker runs the same table of jobs, so that the result has the job's type.
         return cast(Result, self._receive(progress))
 

@@ -1,4 +1,4 @@
-"""The worker protocol: what a worker process can be asked to do, and what it returns.
+"""The worker protocol: what a worker process can do, and what it returns.
 
     with Worker("torch") as worker:
         worker.call(DescribeJob(spec=TargetSpec(model="M")))["layer_types"]

@@ -43,6 +43,7 @@ def check(
     from parity.cli.output import exit_code, print_report, report_folder, save_report
     from parity.commands.check import check as run_check
 
+    # The folder is checked before a minute of work; traces go there, then the report in all its forms.
     report = run_check(
         recipe=recipe,
         adapter=adapter,

@@ -34,6 +34,7 @@ def gate(
     from parity.gating.gate import gate as run_gate
     from parity.reports import to_annotations, to_junit, to_markdown
 
+    # The verdict is printed first: a file that cannot be written does not hide it.
     command = " ".join(["parity", *sys.argv[1:]])
     verdict = run_gate(report, policy=policy, baseline=baseline, command=command)
     print_report(verdict)

@@ -29,6 +29,7 @@ def probes(
         wrapper.break_on_hyphens = not names
         typer.echo(wrapper.fill(text))
 
+    # A probe's paragraphs are made from its entry, so that this list cannot fall behind.
     for entry in TABLE:
         typer.echo(f"{entry.name} ({'asks a trainer' if entry.asks == 'trainer' else 'reads traces'})")
         show(f"guards: {entry.guards}")

@@ -178,6 +178,7 @@ class CheckSession:
 
     def report(self) -> Report:
         """Return everything that was found."""
+        # What was examined: the target and the backends that ran, the trainer and its recipe.
         findings = tuple(finding for _, answer in self.answers for finding in answer.findings)
         machine, facts, title = environment(), list[tuple[str, Value]](), []
         if self.target is not None and self.evidence is not None:

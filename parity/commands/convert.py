@@ -8,7 +8,6 @@ An export is read back before it is reported. An import that can be read in two 
 `answers` takes the answer. What no checkpoint says (loss, data, optimizer) an import takes from a training file.
 """
 
-import ast
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -22,17 +21,11 @@ from parity.files import write_atomically
 if TYPE_CHECKING:
     import torch
 
-    from parity.model.dflash.config import DrafterConfig
-    from parity.model.dflash.drafter import Drafter
-    from parity.model.dflash.export import AmbiguityAnswers, ImportedCheckpoint, TargetLayers
+    from parity.model.drafting.proposer import DrafterModule, DrafterShape
+    from parity.model.family import DrafterFamily
     from parity.model.recipe.config import TrainingFile
+    from parity.model.training.exchange import ImportedDrafter, TargetLayers
     from parity.model.training.states import SharedModules
-
-LayoutName = Literal["zlab", "speculators"]
-BASES: dict[str, str] = {"zlab": "dflash-paper", "speculators": "speculators-0.9"}
-"""Preset that fills in what a checkpoint of a layout does not say."""
-WITHIN_NAMES = {(False, False): "bidirectional", (True, True): "causal", (False, True): "sliding_causal"}
-"""(full layers causal, sliding layers causal) -> `recipe.block.within`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +64,7 @@ class ConversionResult:
 def export(
     checkpoint: str | Path,
     *,
-    to: LayoutName,
+    to: str,
     out: str | Path,
     which: Literal["last", "best"] = "last",
     full_vocabulary: bool = False,
@@ -80,30 +73,38 @@ def export(
 ) -> ConversionResult:
     """Write a checkpoint of ours, or a run's last or best one, in another layout; then read it back and compare.
 
-    full_vocabulary, partial_rotary: as in `parity.model.dflash.export.save_zlab`. overwrite: replace what is
-    at `out`. Raises
-    ParityError for what the layout cannot say, naming it.
-    """
-    from parity.model.dflash.export import save_speculators, save_zlab
-    from parity.model.training import checkpoint as checkpoints
+    Args:
+        checkpoint: a run's folder, or one checkpoint in it.
+        to: a layout of the drafter's family.
+        out: folder to write.
+        which: the run's newest checkpoint, or that of the lowest validation loss.
+        full_vocabulary, partial_rotary: as in `parity.model.training.exchange.ExportOptions`.
+        overwrite: replace what is at `out`.
 
-    if to not in BASES:
-        raise ParityError(f"export to {to!r}", "no such layout", f"use one of {', '.join(BASES)}")
+    Raises ParityError for what the layout cannot say, naming it.
+    """
+    from parity.model.family import find_family
+    from parity.model.training import checkpoint as checkpoints
+    from parity.model.training.exchange import ExportOptions
+
+    # What is written, by which family.
     drafter, training = checkpoints.load_drafter(checkpoints.find_checkpoint(Path(checkpoint), which))
+    family = find_family(training.recipe)
+    if to not in family.layouts:
+        raise ParityError(f"export to {to!r}", "no such layout", f"use one of {', '.join(family.layouts)}")
     wiring = wiring_of(training)
-    options: dict[str, Any] = {"partial_rotary": partial_rotary, "overwrite": overwrite}
-    if to == "zlab":
-        folder = save_zlab(out, drafter, wiring, full_vocabulary=full_vocabulary, **options)
-    else:
-        head = _head(training) if drafter.draft_vocab is not None else None
-        folder = save_speculators(out, drafter, wiring, head=head, **options)
-    notes = _read_back(folder, drafter, wiring, dropped=to == "zlab" and drafter.draft_vocab is not None)
+    options = ExportOptions(
+        full_vocabulary=full_vocabulary, partial_rotary=partial_rotary, overwrite=overwrite
+    )
+    # Only a layout that stores rows of the target's head needs the target itself.
+    folder = family.export(drafter, wiring, Path(out), to, head=lambda: _head(training), options=options)
+    notes = _read_back(family, folder, drafter, wiring)
     return _write_converted(folder, to, drafter, wiring, notes)
 
 
 def wiring_of(training: "TrainingFile") -> "TargetLayers":
     """What readers must know of the target, from its configuration alone. Raises ParityError where it has none."""
-    from parity.model.dflash.export import TargetLayers
+    from parity.model.training.exchange import TargetLayers
 
     config, architectures = _target_config(training)
     return TargetLayers(
@@ -144,17 +145,17 @@ def _head(training: "TrainingFile") -> "torch.Tensor":
     return open_target(training.with_values({"run.states": {"kind": "online"}}))[0].head
 
 
-def _read_back(folder: Path, drafter: "Drafter", wiring: "TargetLayers", *, dropped: bool) -> tuple[str, ...]:
+def _read_back(
+    family: "DrafterFamily", folder: Path, drafter: "DrafterModule", wiring: "TargetLayers"
+) -> tuple[str, ...]:
     """Read an export as another would. Raises AssertionError where it says something else: a fault of ours."""
     import torch
 
-    from parity.model.dflash.export import AmbiguityAnswers, load_checkpoint
-
-    share = drafter.config.rope.partial_rotary_factor
-    answers = AmbiguityAnswers(num_target_layers=wiring.num_target_layers, partial_rotary=share != 1 or None)
-    read = load_checkpoint(folder, answers)
+    read = family.load(folder, family.known_answers(drafter, wiring))
     assert read.drafter.config == drafter.config, (read.drafter.config, drafter.config)
     assert read.wiring.layers == wiring.layers, (read.wiring, wiring)
+    # A layout without a place for the maps of a reduced vocabulary leaves them out, and nothing else.
+    dropped = drafter.draft_vocab is not None and read.drafter.draft_vocab is None
     own = dict(drafter.state_dict())
     if dropped:
         own = {name: value for name, value in own.items() if name not in ("t2d", "d2t")}
@@ -165,13 +166,11 @@ def _read_back(folder: Path, drafter: "Drafter", wiring: "TargetLayers", *, drop
     notes = ["read back: the same configuration, and every weight bit for bit"]
     if dropped:
         notes.append("the maps of the reduced vocabulary are left out; readers draft over all tokens")
-    if share != 1:
-        notes.append(f"rope turns {share:g} of each head, in vLLM and here; z-lab's package turns all of it")
-    return tuple(notes)
+    return (*notes, *family.export_notes(drafter))
 
 
 def _write_converted(
-    out: Path, layout: str, drafter: "Drafter", wiring: "TargetLayers", notes: tuple[str, ...]
+    out: Path, layout: str, drafter: "DrafterModule", wiring: "TargetLayers", notes: tuple[str, ...]
 ) -> ConversionResult:
     vocab = drafter.draft_vocab
     return ConversionResult(
@@ -198,19 +197,21 @@ def import_(
     recipe: str | Path | None = None,
     answers: Mapping[str, Any] | None = None,
 ) -> ConversionResult:
-    """Read a checkpoint of z-lab's, SpecForge's or speculators' layout into a run of ours, at step 0.
+    """Read a checkpoint of another layout (z-lab's, SpecForge's, speculators') into a run of ours, at step 0.
 
-    out: a new run: `parity eval` measures it, `parity train OUT/training.yaml --out OUT` goes on from its weights.
-    target: its name or path, where the checkpoint does not say (z-lab's never does). recipe: a training file for what
-    checkpoints do not say; None takes a preset of the layout, and a note says so. answers: fields
-    of
-    `parity.model.dflash.export.AmbiguityAnswers`. Raises ParityError with the question where the files can be read in
-    two ways, and
-    where drafter and target do not fit.
+    Args:
+        checkpoint: its folder.
+        out: a new run: `parity eval` measures it, `parity train OUT/training.yaml --out OUT` goes on from its weights.
+        target: the target's name or path, where the checkpoint does not say (z-lab's never does).
+        recipe: a training file for what checkpoints do not say; None takes a preset of the layout, and a note says so.
+        answers: to questions of an earlier import, by name; texts are read as Python literals.
+
+    Raises ParityError with the question where the files can be read in two ways, and where drafter and target do not
+    fit.
     """
     import torch
 
-    from parity.model.dflash.export import load_checkpoint
+    from parity.model.family import find_family
     from parity.model.recipe.config import dump, load_training_file
     from parity.model.recipe.presets import preset
     from parity.model.training.checkpoint import TRAINING, Checkpoints
@@ -218,15 +219,26 @@ def import_(
     folder, run = Path(out), Path(checkpoint)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ParityError(f"a new run in {folder}", "something is there", "name a new folder")
-    read = load_checkpoint(run, _answers(answers or {}))
+    # What the files say, and what they leave to a training file.
+    given = None if recipe is None else load_training_file(recipe)
+    family = find_family(None if given is None else given.recipe)
+    read = family.load(run, answers or {})
     name = target or read.wiring.target
     if name is None:
         found, do = "the checkpoint does not name it", "give --target with its name or path"
         raise ParityError(f"the target of {run}", found, do)
-    base = preset(BASES[read.layout]) if recipe is None else load_training_file(recipe)
     read = replace(read, wiring=replace(read.wiring, target=name))
-    training = _training(base, read, folder.resolve())
-    _fits(training, read, run)
+    base = preset(family.layouts[read.layout]) if given is None else given
+    training = base.with_values(
+        {
+            "recipe.target.model": name,
+            "recipe.target.revision": None,
+            "recipe.conditioning": {"layers": list(read.wiring.layers), "ids": "layer"},
+            **family.training_values(read, folder.resolve()),
+        }
+    )
+    _fits(training, family, read, run)
+    # A run as it would be before its first step.
     drafter = read.drafter.to(getattr(torch, training.run.precision.weights))
     store = Checkpoints(folder)
     try:
@@ -242,88 +254,26 @@ def import_(
         )
     finally:
         store.close()
-    source = f"preset {BASES[read.layout]}" if recipe is None else str(recipe)
+    source = f"preset {family.layouts[read.layout]}" if recipe is None else str(recipe)
     notes = [f"loss, data and optimizer are no part of a checkpoint; they are those of {source}"]
     if read.shared:
         notes.append(f"its copies of the target's tensors were left out: {', '.join(sorted(read.shared))}")
     return _write_converted(folder, read.layout, drafter, read.wiring, tuple(notes))
 
 
-def _answers(given: Mapping[str, Any]) -> "AmbiguityAnswers":
-    """Answers from names and values, texts read as Python literals. Raises ParityError for an unknown name."""
-    from parity.model.dflash.export import AmbiguityAnswers
-    from parity.model.recipe.check import nearest
-
-    known = [field.name for field in fields(AmbiguityAnswers)]
-    values = {}
-    for name, value in given.items():
-        if name not in known:
-            raise ParityError(f"answer {name}={value}", "no such question", nearest(name, known))
-        values[name] = _literal(name, value) if isinstance(value, str) else value
-        if isinstance(values[name], list):
-            values[name] = tuple(values[name])
-    return AmbiguityAnswers(**values)
-
-
-def _literal(name: str, text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError) as error:
-        do = "write a number, True, False, or a list such as (1,4,7)"
-        raise ParityError(f"answer {name}={text}", "no such value", do) from error
-
-
-def _training(base: "TrainingFile", read: "ImportedCheckpoint", out: Path) -> "TrainingFile":
-    """The base with everything in it that the checkpoint says."""
-    config, wiring = read.drafter.config, read.wiring
-    causal = {rule.window is not None: rule.causal for rule in config.layers}
-    full, sliding = causal.get(False, False), causal.get(True, causal.get(False, False))
-    if len({(rule.window is not None, rule.causal) for rule in config.layers}) != len(causal):
-        raise ParityError("a recipe for this drafter", "layers of one kind that differ in causality", "none")
-    if (full, sliding) not in WITHIN_NAMES:
-        found = f"full layers causal: {full}, sliding layers causal: {sliding}"
-        raise ParityError("recipe.block.within for this drafter", found, "answer is_causal=True or False")
-    maps = {"t2d": str(out / "t2d.npy"), "d2t": str(out / "d2t.npy")}
-    vocab = read.drafter.draft_vocab
-    windows = {rule.window for rule in config.layers} - {None}
-    return base.with_values(
-        {
-            "recipe.target.model": wiring.target,
-            "recipe.target.revision": None,
-            "recipe.conditioning": {"layers": list(wiring.layers), "ids": "layer"},
-            "recipe.block.size": config.block_size,
-            "recipe.block.mask_token_id": config.mask_token_id,
-            "recipe.block.within": WITHIN_NAMES[full, sliding],
-            "recipe.block.documents": "isolated",  # what our trainer does, whatever the base declares of another
-            "recipe.attention": {
-                "layers": ["full" if rule.window is None else "sliding" for rule in config.layers],
-                "window": max(windows) if windows else None,  # type: ignore[type-var]
-            },
-            "recipe.draft_vocab": None if vocab is None else {"size": len(vocab.d2t), **maps},
-            "run.drafter.intermediate_size": config.intermediate_size,
-            "run.drafter.heads": config.num_heads,
-            "run.drafter.kv_heads": config.num_kv_heads,
-            "run.drafter.head_dim": config.head_dim,
-            "run.drafter.rope_theta": config.rope.rope_theta,
-            "run.drafter.partial_rotary_factor": config.rope.partial_rotary_factor,
-            "run.drafter.rms_norm_eps": config.rms_norm_eps,
-        }
-    )
-
-
-def _fits(training: "TrainingFile", read: "ImportedCheckpoint", source: Path) -> None:
+def _fits(training: "TrainingFile", family: "DrafterFamily", read: "ImportedDrafter", source: Path) -> None:
     """Raises ParityError where a drafter for this target, made by this training file, would be another one."""
-    from parity.model.dflash.step import drafter_config
     from parity.model.recipe.check import check_layers
 
     config, _ = _target_config(training)
+    # First what every drafter has to share with its target, then all that the family makes of the two.
     wiring, name = read.wiring, training.recipe.target.model
     wrong = [
         f"{what} {ours}, the target has {theirs}"
         for what, ours, theirs in (
             ("num_target_layers", wiring.num_target_layers, config.num_hidden_layers),
             ("vocab_size", wiring.vocab_size, config.vocab_size),
-            ("hidden_size", read.drafter.config.hidden_size, config.hidden_size),
+            ("hidden_size", _width(training, read), config.hidden_size),
         )
         if ours != theirs
     ]
@@ -332,7 +282,7 @@ def _fits(training: "TrainingFile", read: "ImportedCheckpoint", source: Path) ->
             f"{source} as a drafter of {name}", "; ".join(wrong), "name the target it was made for"
         )
     check_layers(training.recipe, config.num_hidden_layers)
-    made = drafter_config(training.recipe, training.run, _shapes(config))
+    made = family.drafter_config(training, _shapes(config))
     differ = _differing(made, read.drafter.config)
     if differ:
         found = f"with this target our trainer would make {'; '.join(differ)}"
@@ -354,7 +304,13 @@ def _shapes(config: Any) -> "SharedModules":
     )
 
 
-def _differing(made: "DrafterConfig", read: "DrafterConfig") -> list[str]:
+def _width(training: "TrainingFile", read: "ImportedDrafter") -> int:
+    """The width of the target that the drafter was made for, which is its own unless the training file names one."""
+    width = read.drafter.config.hidden_size
+    return width if training.run.drafter.width is None else _target_config(training)[0].hidden_size
+
+
+def _differing(made: "DrafterShape", read: "DrafterShape") -> list[str]:
     return [
         f"{field.name} {getattr(made, field.name)}, not {getattr(read, field.name)}"
         for field in fields(read)
@@ -362,7 +318,7 @@ def _differing(made: "DrafterConfig", read: "DrafterConfig") -> list[str]:
     ]
 
 
-def _write_maps(folder: Path, drafter: "Drafter") -> None:
+def _write_maps(folder: Path, drafter: "DrafterModule") -> None:
     """The vocabulary's maps as files, which the training file names."""
     import numpy as np
 

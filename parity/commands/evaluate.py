@@ -22,7 +22,7 @@ from parity.errors import ParityError
 from parity.reports.record import Chart, Finding, Outcome, Report, Table, Value, declare_columns
 
 if TYPE_CHECKING:
-    from parity.model.dflash.decode import DecodeConfig, DecodeResult
+    from parity.model.drafting.decode import DecodeConfig, DecodeResult
     from parity.model.recipe.config import TrainingFile
     from parity.model.training.states import SharedModules
     from parity.tracing.trace import BackendProof
@@ -80,7 +80,7 @@ def evaluate(
     """
     import torch
 
-    from parity.model.dflash.decode import DecodeConfig
+    from parity.model.drafting.decode import DecodeConfig
     from parity.model.training import checkpoint as checkpoints
     from parity.model.training.states import open_target
 
@@ -158,7 +158,8 @@ def _held_out(training: "TrainingFile", tokenizer: Any, most: int) -> list[_Row]
 
 def _measure(measured: _Measured, parts: "SharedModules", drafter: Any, progress: EvaluationProgress) -> None:
     """Fill the loop's and the offline results, and the proof of who computed."""
-    from parity.model.dflash.decode import EmbeddingAndHead, decode, greedy, offline_tau
+    from parity.model.drafting.decode import decode, greedy, offline_tau
+    from parity.model.drafting.session import EmbeddingAndHead
     from parity.model.target.backends import CallRecorder, parse_backend, prove
 
     linear = parts.target.linear if parts.target else {}
@@ -190,7 +191,7 @@ def _report(
     command: str,
     seconds: float,
 ) -> Report:
-    from parity.model.dflash.decode import tau
+    from parity.model.drafting.decode import tau
 
     config, target = measured.config, training.recipe.target
     value = tau(measured.loop)
@@ -227,7 +228,7 @@ def _report(
 
 
 def _tau(measured: _Measured, least: float | None) -> Finding:
-    from parity.model.dflash.decode import tau
+    from parity.model.drafting.decode import tau
 
     cycles = sum(len(each.cycles) for each in measured.loop)
     value = tau(measured.loop)
@@ -313,7 +314,7 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
 
 def _offline(measured: _Measured) -> Finding:
     """Whether the offline tau counts what the loop counts."""
-    from parity.model.dflash.decode import tau
+    from parity.model.drafting.decode import tau
 
     if not measured.offline:
         return _finding("eval.offline", "skipped", SAMPLED, do="measure at temperature 0")
@@ -338,7 +339,7 @@ def _offline(measured: _Measured) -> Finding:
 
 def _slots(measured: _Measured) -> Table:
     """How often each slot was accepted, with all before it, and once all before it were."""
-    from parity.model.dflash.decode import slot_acceptance
+    from parity.model.drafting.decode import slot_acceptance
 
     cycles = [cycle for result in measured.loop for cycle in result.cycles]
     rows = []

@@ -4,8 +4,8 @@
         print(step.worker, step.name)           # torch torch.fp32, torch torch.fp32.rerun, ...
 
 A probe's entry names what it reads (`needs` in `parity.probes.table`): captures (`torch.fp32`), recorded operator calls
-(`torch.fp32.operators`) and floors (`floor.fp32`: what a rerun and another batch size change). `STEPS` tells how each
-capture is made and what has to be made before it. Nothing here runs anything: `parity.commands.gather` does.
+(`torch.fp32.operators`) and floors (`floor.fp32`: what a rerun and another batch size change). `CAPTURE_STEPS`
+tells how each capture is made and what has to be made before it. Nothing runs here: `parity.commands.gather` does.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -98,7 +98,7 @@ def _golden_replay(dtype: DtypeKey) -> CaptureStep:
     )
 
 
-STEPS = (
+CAPTURE_STEPS = (
     # bfloat16 first: the other worker begins with it, and waits for torch's layer inputs.
     *_torch_passes("bf16"),
     *_torch_passes("fp32"),
@@ -139,11 +139,11 @@ FLOORS = {
 
 
 def plan_steps(entries: Iterable[ProbeEntry]) -> tuple[CaptureStep, ...]:
-    """Return the steps that these probes need, and what those need in turn, in the order of `STEPS`.
+    """Return the steps that these probes need, and what those need in turn, in the order of `CAPTURE_STEPS`.
 
     Raises KeyError for a need that no step makes: a mistake in a probe's entry.
     """
-    known = {step.name: step for step in STEPS}
+    known = {step.name: step for step in CAPTURE_STEPS}
     needed, recorded = set[str](), set[str]()
     waiting = [need for entry in entries if entry.asks == "traces" for need in entry.needs]
     while waiting:
@@ -157,4 +157,6 @@ def plan_steps(entries: Iterable[ProbeEntry]) -> tuple[CaptureStep, ...]:
         if step.name not in needed:
             needed.add(step.name)
             waiting += step.after
-    return tuple(replace(step, records=step.name in recorded) for step in STEPS if step.name in needed)
+    return tuple(
+        replace(step, records=step.name in recorded) for step in CAPTURE_STEPS if step.name in needed
+    )

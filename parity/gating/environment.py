@@ -1,4 +1,4 @@
-"""What differs between two machines or runs, what of it can change numbers, in order of suspicion.
+"""What differs between two machines or runs, and what of it can change numbers, in order of suspicion.
 
 A side is a report, a saved `parity env --as json`, a trace or its manifest, or this machine (`here`).
 Nothing is measured: a difference listed here can change numbers, and only a comparison says whether it does.
@@ -24,7 +24,7 @@ HERE = "here"
 """The name of this machine as a side."""
 Effect = Literal["numbers", "rounding", "none", "unknown"]
 """numbers: another computation. rounding: the same one in another order or precision. none: no arithmetic
-depends on it. unknown: one side does not say, so it may differ or not."""
+depends on it. unknown: one side does not record it, so it may differ or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +117,18 @@ class EnvironmentDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentSide:
-    """What one side says of itself."""
+    """What is recorded of one side."""
 
     label: str
     pairs: Mapping[str, str]
     devices: bool
-    """Whether it was asked with torch loaded, so that an absent device means that there is none."""
+    """Whether it was recorded with torch loaded, so that an absent device means that there is none."""
 
 
 def side_of(source: str | Path) -> EnvironmentSide:
-    """A report.json (or its folder), a trace (or its manifest.json), or `here`.
+    """Read one side: a report.json (or its folder), a trace (or its manifest.json), or `here`.
 
-    Raises ParityError where it is none of these, or says nothing about its environment.
+    Raises ParityError where it is none of these, or holds no environment.
     """
     if str(source) == HERE:
         return _side(f"{HERE} ({os.uname().nodename})", environment())
@@ -140,7 +140,7 @@ def side_of(source: str | Path) -> EnvironmentSide:
 
 
 def side_of_report(label: str, report: Report) -> EnvironmentSide:
-    """What a report says of the machine it was made on. Raises ParityError where it says nothing."""
+    """Read the environment of the machine that a report was made on. Raises ParityError where it holds none."""
     if not report.environment:
         raise ParityError(
             f"the environment of {label}",
@@ -151,7 +151,7 @@ def side_of_report(label: str, report: Report) -> EnvironmentSide:
 
 
 def side_of_manifest(label: str, manifest: Manifest) -> EnvironmentSide:
-    """What a trace's manifest says: the machine, and what was run on it."""
+    """Read what a trace's manifest records: the machine, and what was run on it."""
     proof = manifest.backend
     run = {
         "target": f"{manifest.target.name}, config {manifest.target.config_sha256[:12]}",
@@ -181,7 +181,7 @@ def _side(label: str, pairs: Mapping[str, str]) -> EnvironmentSide:
 
 
 def environment_differences(a: EnvironmentSide, b: EnvironmentSide) -> tuple[EnvironmentDifference, ...]:
-    """Every name whose values differ, the most suspicious first; what only one side says comes last.
+    """Return every name whose values differ, the most suspicious first; what only one side records comes last.
 
     Raises NothingComparable where the sides have no name in common.
     """
@@ -202,7 +202,7 @@ def _suspicion(difference: EnvironmentDifference) -> tuple[bool, bool, int, int,
 
 
 def rule_for(name: str) -> EnvironmentRule:
-    """The first rule whose glob matches the name; `OTHER` where none does."""
+    """Return the first rule whose glob matches the name; `OTHER` where none does."""
     return next((rule for rule in RULES if fnmatchcase(name, rule.glob)), OTHER)
 
 
@@ -222,12 +222,12 @@ def _find_differences(a: EnvironmentSide, b: EnvironmentSide) -> Iterator[Enviro
 
 
 def _values(name: str, a: EnvironmentSide, b: EnvironmentSide) -> list[str | None]:
-    """What each side says to a name; None where it says nothing."""
+    """What each side records under a name; None where nothing."""
     return [side.pairs.get(name, _missing(name, side)) for side in (a, b)]
 
 
 def _missing(name: str, side: EnvironmentSide) -> str | None:
-    """What it means that a side does not give a name; None where that says nothing."""
+    """What it means that a side does not record a name; None where that means nothing."""
     if name.startswith("$"):
         return "unset"
     if side.devices and fnmatchcase(name, "cuda:*"):
@@ -245,7 +245,7 @@ def environment_table(
     found: tuple[EnvironmentDifference, ...],
     name: str = "environment.differences",
 ) -> Table:
-    """The differences as a table, in order of suspicion."""
+    """Return the differences as a table, in order of suspicion."""
     return Table(
         name=name,
         title="What differs between the two, in order of suspicion",
@@ -262,7 +262,13 @@ def finding_of(
     found: tuple[EnvironmentDifference, ...],
     name: str = "environment",
 ) -> Finding:
-    """One finding: a pass where nothing that can change numbers differs, else a warning with the first suspect."""
+    """Return one finding: a pass where nothing that can change numbers differs, else a warning with the first suspect.
+
+    Args:
+        a, b: the two sides.
+        found: their differences, in order of suspicion.
+        name: of the finding.
+    """
     counts = {
         effect: sum(d.effect == effect for d in found)
         for effect in ("numbers", "rounding", "none", "unknown")
@@ -272,6 +278,7 @@ def finding_of(
         ("compared", shared),
         *((f"can change: {effect}", count) for effect, count in counts.items()),
     )
+    # What can change numbers comes before what nobody knows; everything else passes.
     suspects = [d for d in found if d.effect in ("numbers", "rounding")]
     if suspects:
         first = suspects[0]
@@ -304,7 +311,7 @@ def finding_of(
 
 
 def environment_report(a: EnvironmentSide, b: EnvironmentSide, *, created: str, command: str) -> Report:
-    """The whole answer as a report of kind `env`. Raises NothingComparable."""
+    """Return the differences of two sides as a report of kind `env`. Raises NothingComparable."""
     found = environment_differences(a, b)
     return Report(
         kind="env",

@@ -25,9 +25,9 @@ from parity.capturing.client import Worker, capture_with
 from parity.comparison.error import cosine_gaps, tensor_errors
 from parity.comparison.tolerance import Limit, coarsest, rms, rules_for
 from parity.live.harness import REGROUPED
-from parity.model.dflash.step import StepOutput
 from parity.model.target.forward import forward
 from parity.model.training.states import OnlineStates, SyntheticStates, taps_of, target_spec
+from parity.model.training.step import StepOutput
 from parity.model.training.trainer import Trainer
 from parity.probes.deviations import deviation
 from parity.reports.record import Finding, Value

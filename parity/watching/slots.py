@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from parity.model.dflash.step import StepOutput
 from parity.model.training.loss import LossConfig
+from parity.model.training.step import StepOutput
 from parity.probes.deviations import deviation
 from parity.probes.instruments.loss.head_gradient import compute_term_values
 from parity.probes.instruments.loss.mixture import explain
@@ -93,7 +93,7 @@ def read_slots(output: StepOutput) -> tuple[list[tuple[str, Value]], list[Findin
 def _shares(
     looked: "_StepSlots", columns: Mapping[str, Tensor], terms: Mapping[str, float], limit: float
 ) -> tuple[list[tuple[str, Value]], str]:
-    """The terms' measured shares, where they can be told apart; and the same in words."""
+    """The terms' measured shares, where they can be identified; and the same in words."""
     if len(terms) == 1:
         return [], f"{next(iter(terms))} alone"
     fit = explain(looked.gradient, columns, limit)

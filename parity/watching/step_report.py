@@ -1,6 +1,6 @@
-"""One step's questions and the run's answers: probes asked, wiring compared with the first report, findings joined.
+"""What a watch makes of one step and of the run: probes run, wiring compared with the first report, findings joined.
 
-Everything here turns records into records; what is read from the step itself is `watch_step` and `watch_values`.
+Everything here turns records into records; what is read from the step itself is in `slots` and `values`.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,14 @@ class StepFindings:
 
 
 def run_probes(adapter: Adapter, probes: Sequence[str], found: StepFindings, *, copies: bool) -> Conformance:
-    """Ask these probes; findings and tables go into `found`. copies: of the trainer's state are kept meanwhile."""
+    """Run these probes, and return their statements.
+
+    Args:
+        adapter: shows the watched trainer's step.
+        probes: names of wiring probes.
+        found: takes their findings and tables.
+        copies: whether copies of the trainer's state are kept meanwhile, to put back from.
+    """
     answers = query_adapter(adapter, probes, copies=copies)
     for _, answer in answers:
         found.add(findings=answer.findings, tables=answer.tables)
@@ -52,7 +59,13 @@ def run_probes(adapter: Adapter, probes: Sequence[str], found: StepFindings, *, 
 def merge_statements(
     now: Conformance | None, facts: Sequence[tuple[str, Value]] | None, recipe: Recipe | None
 ) -> Conformance:
-    """The probes' statements, and one about the step itself where it says something."""
+    """Return the probes' statements, with one about the step itself behind them where it has facts.
+
+    Args:
+        now: the probes' statements, if any probe ran.
+        facts: of the step itself, by dotted names.
+        recipe: the declared wiring, if any.
+    """
     if now is None:
         now = Conformance(
             trainer="watched module", recipe="none" if recipe is None else recipe.hash, statements=()
@@ -67,12 +80,19 @@ def merge_statements(
 def compare_wiring(
     name: str, before: Conformance, now: Conformance, *, what: str, only: Sequence[str] | None = None
 ) -> list[Finding]:
-    """One finding: whether the wiring is still that of `what`. None where there is nothing to compare.
+    """Return one finding, whether the wiring is still that of `what`; no finding where there is nothing to compare.
 
-    only: the probes that count. A statement about the step itself counts where both sides have one.
+    Args:
+        name: of the finding.
+        before: earlier statements.
+        now: this step's.
+        what: the earlier side in words.
+        only: the probes that count; all by default. The statement about the step itself counts where both sides have
+            one.
     """
     if before is now or not before.statements:
         return []
+    # Which statements count, and how they compare.
     names = {statement.probe for statement in (*before.statements, *now.statements)}
     both = {s.probe for s in before.statements} & {s.probe for s in now.statements}
     counted = {n for n in names if (only is None or n in only) and (n != STEP_TABLE or n in both)}
@@ -98,7 +118,11 @@ def compare_wiring(
 
 
 def finite(numbers: Sequence[tuple[str, Value]]) -> list[Finding]:
-    """A finding for tensors with values that are not finite; none where no tensor was described."""
+    """Return a finding about tensors with values that are not finite; none where no tensor was described.
+
+    Args:
+        numbers: of a step, by name. Names that end in `.finite` are shares of a tensor's values, 0 to 1.
+    """
     shares = [(name.removesuffix(".finite"), value) for name, value in numbers if name.endswith(".finite")]
     bad = [(name, value) for name, value in shares if value != 1.0]
     if not shares:
@@ -119,7 +143,7 @@ def finite(numbers: Sequence[tuple[str, Value]]) -> list[Finding]:
 
 
 def first_failure(report: StepReport) -> Finding | None:
-    """The finding by which a run that is to stop does: one that fails, or a trainer that asking changed."""
+    """Return the finding by which a run that is to stop does: one that fails, or a trainer that a probe changed."""
     for finding in report.findings:
         if finding.outcome == "fail" or finding.name.endswith(".untouched"):
             return finding
@@ -129,8 +153,14 @@ def first_failure(report: StepReport) -> Finding | None:
 def whole_run(
     steps: Sequence[StepReport], probes: Sequence[str] | None, first: Conformance | None, *, steps_done: int
 ) -> Report:
-    """All step reports as one report. probes: those that were asked, None where hooks were all there was; the others
-    are listed."""
+    """Return all step reports as one report.
+
+    Args:
+        steps: the probed steps, in order.
+        probes: those that ran, None where hooks were all there was; the others are listed as not run.
+        first: the first step's statements.
+        steps_done: all steps of the run.
+    """
     findings = tuple(_unasked_findings(probes))
     if steps:
         made = steps_report(
@@ -156,7 +186,7 @@ def whole_run(
 
 
 def _unasked_findings(probes: Sequence[str] | None) -> list[Finding]:
-    """The wiring questions that a watch did not ask: each by itself where it could ask none, else in one finding."""
+    """The wiring probes that a watch did not run: one finding each where it could run none, else one for all."""
     left = {
         entry.name: entry.guards
         for entry in TABLE

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from parity.errors import ParityError
 from parity.gating.conformance import read_conformance, save_conformance
-from parity.model.dflash.step import StepOutput
 from parity.model.recipe.config import Recipe, WatchPart
+from parity.model.training.step import StepOutput
 from parity.model.training.trainer import Trainer
 from parity.options import accept_fields
 from parity.probes.adapters.base import Adapter
@@ -60,7 +60,7 @@ CONFORMANCE = "conformance.json"
 
 
 class WiringChanged(RuntimeError):
-    """The watch was asked to stop at a failing finding, and there is one. The message names step and fault."""
+    """A finding failed in a watch that stops the run (`on_fail="stop"`). The message names step and fault."""
 
     def __init__(self, step: int, finding: Finding) -> None:
         super().__init__(f"step {step}: {finding.fault or finding.name}: {finding.sentence}")
@@ -303,7 +303,7 @@ class Watch:
         Args:
             found: what the step itself gave rise to.
         """
-        # What the step itself says of the wiring; one that trained nothing says nothing of it.
+        # The step's own facts of the wiring; one that trained nothing has none.
         unseen, output, self._output = self._disarm(), self._output, None
         facts = None
         if self._trainer is None or output is not None:

@@ -22,20 +22,20 @@ moves when the captured states, the tokens, the seed or the weights move.
 Nothing is trained: a probe takes gradients with `torch.autograd.grad`, and parameters, their `.grad`, optimizer,
 random state and hooks are as they were when it is done.
 
-Shapes: S tokens of a row, N captured slices, C conditioning layers, D width, A anchors, B slots of a block, V
-draft vocabulary, F features that enter fc (C * D).
+Shapes: S tokens of a row, N captured slices, C conditioning layers, D width of the target, A anchors, B steps of an
+anchor (slots of a block; a next-token family has one step, or K), V draft vocabulary, F features that enter fc (C * D).
 """
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parity.model.dflash.config import DrafterConfig
+from parity.model.drafting.proposer import DrafterShape
 from parity.model.recipe.config import Recipe
 from parity.model.training.data import Batch
 
@@ -51,17 +51,57 @@ class AdapterStep:
     loss: Tensor
     """Scalar, in the graph: what `backward` is called on, before gradient accumulation divides it."""
     hidden: Tensor
-    """[A, B, D] what enters the head, in the graph, in the order of `anchors`."""
+    """[A, B, D] what enters the head, in the graph, in the order of `anchors`; step by step as `positions` says."""
     head: Tensor
-    """[V, D] the head's rows for the draft's vocabulary."""
+    """[V, D] the head's rows for the draft's vocabulary; D may differ from the target's where the head is its own."""
     anchors: Tensor
-    """[A] token indices of slot 0, as the step used them."""
+    """[A] token indices after which the drafts begin, as the step used them."""
     fc_input: Tensor
     """[S, F] what entered fc, noise included, in the graph."""
     labels: Tensor | None = None
-    """[A, B] ids of the draft's vocabulary, negative where a slot has none; None where the step makes none."""
+    """[A, B] ids of the draft's vocabulary, negative where a step has none; None where the step makes none."""
     teacher: Tensor | None = None
-    """[A, B, V] the teacher's logits at every slot, None where the step makes none."""
+    """[A, B, V] the teacher's logits at every step, None where the step makes none."""
+    positions: Tensor | None = None
+    """[A, B] index in the row of the token that each step predicts. None: a block, whose step 0 is the anchor's own
+    token, given and never trained, and whose step k is the k-th token after it. A family that predicts the next
+    tokens and has no such step 0 gives `anchors[:, None] + 1`, or `+ 1 .. K` for K steps; `recipe.block.size` is then
+    K + 1."""
+
+    def as_blocks(self) -> "AdapterStep":
+        """The same with a step 0 in front where `positions` has none, as the probes look at it.
+
+        The loss has the same value, and the gradients that it had: at the new `hidden`, at parameters and at states.
+        Raises NotExposed where the steps are not the tokens after each anchor, one after the other.
+        """
+        if self.positions is None:
+            return self
+        first = self.positions - self.anchors[:, None]
+        steps = torch.arange(self.hidden.shape[1], device=first.device)
+        if torch.equal(first, steps.expand_as(first)):
+            return replace(self, positions=None)
+        if not torch.equal(first, (steps + 1).expand_as(first)):
+            raise NotExposed("step (its positions are not the tokens after each anchor, one after the other)")
+
+        def pad(part: Tensor, value: float = 0.0) -> Tensor:
+            return torch.cat((torch.full_like(part[:, :1], value), part), dim=1)
+
+        # Step 0 repeats the first one, so that it sees what that sees. The loss was computed from `hidden`; its
+        # derivative there is moved to the longer tensor, 0 at the new step, and nothing else.
+        hidden, loss = torch.cat((self.hidden[:, :1], self.hidden), dim=1), self.loss
+        if loss.requires_grad and self.hidden.requires_grad:
+            (slope,) = torch.autograd.grad(loss, self.hidden, allow_unused=True, retain_graph=True)
+            if slope is not None:
+                moved = (hidden * pad(slope)).sum() - (self.hidden * slope).sum()
+                loss = loss + (moved - moved.detach())
+        return replace(
+            self,
+            loss=loss,
+            hidden=hidden,
+            labels=None if self.labels is None else pad(self.labels, -1),
+            teacher=None if self.teacher is None else pad(self.teacher),
+            positions=None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -96,7 +136,7 @@ class Adapter:
     """Whether a row may hold several documents. Where not, the adapter makes each document a row of its own."""
     dtype: torch.dtype = torch.float32
     """Of the captured states, as the capture delivers them."""
-    configured: DrafterConfig | None = None
+    configured: DrafterShape | None = None
     """Sizes, rope and norm epsilon that the drafter is configured with, which no recipe says; None: what is found of
     them is told and compared with nothing."""
 

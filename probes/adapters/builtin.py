@@ -12,15 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parity.model.dflash.decode import DecodeConfig, EmbeddingAndHead, Proposer, _ends, generate, greedy
-from parity.model.dflash.export import save_speculators, save_zlab
-from parity.model.dflash.layout_write import TargetLayers as Layers
-from parity.model.dflash.step import StepOutput, drafter_config
+from parity.model.drafting.decode import DecodeConfig, generate, greedy
+from parity.model.drafting.proposer import Proposer
+from parity.model.drafting.session import EmbeddingAndHead, find_ends
+from parity.model.family import find_family
 from parity.model.recipe.config import TrainingFile
 from parity.model.target import chat
 from parity.model.training.data import Batch, Document, read_documents
+from parity.model.training.exchange import ExportOptions
 from parity.model.training.loss import TeacherStates
 from parity.model.training.states import StepStates, open_target
+from parity.model.training.step import StepOutput
 from parity.model.training.trainer import Trainer
 from parity.probes.adapters.base import Adapter, AdapterStep, NotExposed, TargetReference
 from parity.probes.adapters.targets import TargetSide
@@ -55,7 +57,8 @@ class Builtin(Adapter):
         self.vocabulary, self.width = trainer.parts.embed.shape
         self.dtype = trainer.parts.embed.dtype
         self.decoding = DecodeConfig(layers=self.recipe.conditioning.decoder_layers)
-        self.configured = drafter_config(self.recipe, trainer.training.run, trainer.parts)
+        self.family = find_family(self.recipe)
+        self.configured = self.family.drafter_config(trainer.training, trainer.parts)
 
     @classmethod
     def open(cls, training: TrainingFile, documents: Sequence[Document] | None = None) -> "Builtin":
@@ -69,12 +72,20 @@ class Builtin(Adapter):
             documents = _stand_in(len(parts.embed), training.run.data.length)
         return cls(Trainer(training, parts, source, documents), tokenizer)
 
+    @property
+    def side(self) -> TargetSide:
+        """The target beside the trainer."""
+        trainer = self.trainer
+        return TargetSide(
+            training=trainer.training, parts=trainer.parts, source=trainer.source, tokenizer=self.tokenizer
+        )
+
     # --- required -------------------------------------------------------------------------------------
 
     def step(
         self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int, training: bool
     ) -> AdapterStep:
-        """`Wiring.step` on the given states."""
+        """`RecipeStep.step` on the given states."""
         out = self._step(batch, states, anchors=anchors, seed=seed, training=training)
         return AdapterStep(
             loss=out.loss,
@@ -104,7 +115,7 @@ class Builtin(Adapter):
     # --- optional -------------------------------------------------------------------------------------
 
     def draw(self, batch: Batch, *, seed: int, epoch: int) -> Tensor:
-        """`Wiring.anchors`."""
+        """`RecipeStep.anchors`."""
         return self.trainer.wiring.anchors(replace(batch, epoch=epoch), seed)
 
     def capture(self, batch: Batch) -> Tensor:
@@ -115,35 +126,26 @@ class Builtin(Adapter):
 
     def reference(self, batch: Batch) -> TargetReference:
         """The target by its own forward, document by document."""
-        side = TargetSide(
-            training=self.trainer.training,
-            parts=self.trainer.parts,
-            source=self.trainer.source,
-            tokenizer=self.tokenizer,
-        )
-        ends = _ends(self.trainer.parts.speaker)  # the target's, not those that the step was given
-        return replace(side.reference(batch), embed=ends.embed, head=ends.head)
+        ends = find_ends(self.trainer.parts.speaker)  # the target's, not those that the step was given
+        return replace(self.side.reference(batch), embed=ends.embed, head=ends.head)
 
     @torch.no_grad()
     def draft(self, batch: Batch, states: Tensor, anchor: int) -> Tensor:
-        """`Proposer` on a cache of the states before the anchor."""
-        conditioning = states[:, : len(self.recipe.conditioning.layers)].flatten(1)
-        proposer = Proposer(
-            self.trainer.drafter,
-            EmbeddingAndHead(embed=self.trainer.parts.embed, head=self.trainer.parts.head),
-        )
-        document = batch.document[anchor]
+        """The drafter on a context of the states before the anchor."""
+        parts, document = self.trainer.parts, batch.document[anchor]
+        context = Proposer(
+            self.trainer.drafter, EmbeddingAndHead(embed=parts.embed, head=parts.head)
+        ).new_context()
+        # Only the states before the anchor, of its own document, as a server has them.
         before = (batch.document == document) & (batch.position < batch.position[anchor])
-        cache = self.trainer.drafter.new_cache()
-        proposer.extend(cache, conditioning[before], batch.position[before], batch.document[before])
+        conditioning = states[:, : len(self.recipe.conditioning.layers)].flatten(1)
+        context.extend(conditioning[before], batch.position[before], batch.document[before])
         at = slice(anchor, anchor + 1)
-        made = proposer.logits(
-            cache, batch.tokens[at], batch.position[at], batch.document[at], self.recipe.block.size
-        )
-        return made[0]
+        size = self.recipe.block.size
+        return context.logits(batch.tokens[at], batch.position[at], batch.document[at], size)[0]
 
     def generate(self, prompt: Sequence[int], new_tokens: int) -> tuple[Sequence[int], Sequence[int]]:
-        """`parity.model.dflash.decode`'s loop."""
+        """`parity.model.drafting.decode.generate`."""
         config = replace(self.decoding, max_new_tokens=new_tokens)
         made = generate(self.trainer.parts.speaker, self.trainer.drafter, prompt, config)
         return made.tokens, made.acceptance_lengths
@@ -185,22 +187,15 @@ class Builtin(Adapter):
         return [record for record in records if record["event"] == "step"]
 
     def export(self, folder: Path) -> str:
-        """z-lab's layout, or speculators' where the draft vocabulary is reduced."""
-        drafter, parts, layers = (
-            self.trainer.drafter,
-            self.trainer.parts,
-            self.recipe.conditioning.decoder_layers,
-        )
-        sizes: dict[str, Any] = dict(
-            layers=layers, num_target_layers=parts.layers, vocab_size=len(parts.embed)
-        )
-        wiring = Layers(**sizes) if parts.target is None else Layers.of(parts.target, layers)
-        partial = drafter.config.rope.partial_rotary_factor != 1
-        if drafter.draft_vocab is None:
-            save_zlab(folder, drafter, wiring, partial_rotary=partial, overwrite=True)
-            return "zlab"
-        save_speculators(folder, drafter, wiring, head=parts.head, partial_rotary=partial, overwrite=True)
-        return "speculators"
+        """The family's first layout that has readers, or the last where the draft vocabulary is reduced."""
+        family, drafter, layouts = self.family, self.trainer.drafter, self.family.probed_layouts
+        if not layouts:
+            raise NotExposed(f"export (no probe reads a checkpoint of method {self.recipe.method})")
+        layout = layouts[0] if drafter.draft_vocab is None else layouts[-1]
+        options = ExportOptions(partial_rotary=True, overwrite=True)
+        head = self.trainer.parts.head
+        family.export(drafter, self.side.layers, folder, layout, head=lambda: head, options=options)
+        return layout
 
     def tokenize(self, messages: Sequence[Mapping[str, str]]) -> tuple[Sequence[int], Sequence[bool]]:
         """As the data is tokenised."""

@@ -4,8 +4,10 @@
 
 Runs on CPU with sdpa attention. It does not pack: every document of a synthetic row is a row of its own, padded on the
 right. Its labels are the data's tokens and it takes no teacher state. Its states come from SGLang, so there is no
-capture to ask here; its controller expects torch.distributed, so there is no run to resume. Drafting is asked of
-z-lab's reader, whose layout its checkpoints have.
+capture to examine here; its controller expects torch.distributed, so there is no run to resume. z-lab's reader drafts,
+whose layout its checkpoints have.
+
+Shapes: S tokens of the row, A anchors, F = features that enter fc.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,39 +20,40 @@ from torch import Tensor, nn
 from parity.errors import ParityError
 from parity.model.recipe.config import TrainingFile
 from parity.model.training.data import Batch
-from parity.probes.adapters.base import Adapter, AdapterStep, NotExposed, TargetReference
-from parity.probes.adapters.targets import TargetSide, ZlabDraft, body_of, conditioning_before
+from parity.probes.adapters.base import AdapterStep, NotExposed
+from parity.probes.adapters.peer import PeerAdapter, copy_weight
+from parity.probes.adapters.zlab import ZlabSide
 
 
-class SpecForge(Adapter):
+class SpecForge(PeerAdapter):
     """`DFlashTrainStrategy.forward_loss` on what its normaliser and collator make of the captured states."""
 
     name = "SpecForge 0.2.0"
     packs = False
 
-    def __init__(self, target: TargetSide, strategy: Any) -> None:
+    def __init__(self, target: ZlabSide, strategy: Any) -> None:
         """strategy: a DFlashTrainStrategy around an OnlineDFlashModel."""
-        super().__init__(target.training.recipe)
-        self.target, self.strategy, self.model = target, strategy, strategy.trainable_module()
-        self.slices = tuple(f"layer.{layer}.out" for layer in self.recipe.conditioning.decoder_layers)
-        self.width, self.vocabulary = target.width, target.vocabulary
-        self.dtype = target.parts.embed.dtype
-        self.configured = target.drafter
-        self._optimizer: Any = None
-        self._reader: ZlabDraft | None = None
+        super().__init__(target, strategy.trainable_module())
+        self.strategy = strategy
+
+    def reader_config(self) -> Mapping[str, object]:
+        """The draft model's own configuration."""
+        config: dict[str, object] = self.model.draft_model.config.to_dict()
+        return config
 
     @classmethod
     def open(cls, training: TrainingFile) -> "SpecForge":
         """A new drafter for a training file's target, configured as the recipe declares. Raises ParityError for what
-        SpecForge cannot be told, or where it is not installed (`make peers`)."""
+        SpecForge cannot be configured for, or where it is not installed (`make peers`)."""
         draft, family, base = _imports()
         from transformers import Qwen3Config
 
-        recipe, target = training.recipe, TargetSide.open(training)
+        recipe, target = training.recipe, ZlabSide.open(training)
         loss = recipe.loss
         if dict(loss.terms) != {"ce": 1.0} or recipe.draft_vocab:
             asked = f"recipe.loss.terms: {dict(loss.terms)}, recipe.draft_vocab: {recipe.draft_vocab}"
             raise ParityError(asked, "SpecForge's DFlash has ce over all tokens", "declare that")
+        # Its draft model from the declared configuration, seeded; then its training model around the target's two ends.
         config = Qwen3Config(**target.zlab_config())
         config._attn_implementation = "sdpa"
         with torch.random.fork_rng():
@@ -58,8 +61,12 @@ class SpecForge(Adapter):
             drafter = draft.DFlashDraftModel(config)
         model = family.OnlineDFlashModel(
             draft_model=drafter,
-            target_lm_head=_frozen(nn.Linear(target.width, target.vocabulary, bias=False), target.parts.head),
-            target_embed_tokens=_frozen(nn.Embedding(target.vocabulary, target.width), target.parts.embed),
+            target_lm_head=copy_weight(
+                nn.Linear(target.width, target.vocabulary, bias=False), target.parts.head
+            ),
+            target_embed_tokens=copy_weight(
+                nn.Embedding(target.vocabulary, target.width), target.parts.embed
+            ),
             mask_token_id=recipe.block.mask_token_id,
             block_size=recipe.block.size,
             attention_backend="sdpa",
@@ -85,6 +92,7 @@ class SpecForge(Adapter):
                 seen, loss = self._forward(rows, states, anchors)
             finally:
                 self.model.train(before)
+        # Back from its padded rows [rows, longest, ...] to the packed row.
         row, place = rows.at(anchors)
         at = rows.numbers(anchors)
         labels, weights = (torch.cat(seen[name], dim=1)[at] for name in ("labels", "weights"))
@@ -98,20 +106,20 @@ class SpecForge(Adapter):
         )
 
     def _forward(self, rows: "_Rows", states: Tensor, anchors: Tensor) -> tuple[dict[str, Any], Tensor]:
-        """What the forward used on its way, and its loss."""
+        """What the forward used on its way, and its loss. The model's methods are replaced for the time of one call."""
         from specforge.runtime.contracts import TrainBatch
 
         model, seen = self.model, dict[str, Any](labels=[], weights=[])
         draft, terms = model._forward_draft_blocks, model._dflash_objective_chunk_terms
 
-        def keep_hidden(*args: Any, **kwargs: Any) -> Any:
+        def keep_hidden(*args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
             places, keep, hidden = draft(*args, **kwargs)
             blocks = hidden.view(*places.shape, self.recipe.block.size, -1)
             at = rows.numbers(anchors)
             seen["hidden"] = blocks[at]  # and back, so that the loss is made from what is shown
             return places, keep, blocks.index_put(at, seen["hidden"]).view(hidden.shape)
 
-        def keep_labels(hidden: Tensor, labels: Tensor, weights: Tensor) -> Any:
+        def keep_labels(hidden: Tensor, labels: Tensor, weights: Tensor) -> object:
             seen["labels"].append(labels)
             seen["weights"].append(weights)
             return terms(hidden, labels, weights)
@@ -127,16 +135,10 @@ class SpecForge(Adapter):
             loss = self.strategy.forward_loss(batch).loss
         finally:
             hook.remove()
-            for name in (
-                "_sample_anchor_positions",
-                "_forward_draft_blocks",
-                "_dflash_objective_chunk_terms",
-            ):
-                delattr(model, name)
-        seen["labels"], seen["weights"] = (
-            list(seen["labels"]),
-            list(seen["weights"]),
-        )  # backward runs the chunks again
+            for name in ("sample_anchor_positions", "forward_draft_blocks", "dflash_objective_chunk_terms"):
+                delattr(model, f"_{name}")
+        # Copies, since backward runs the chunks again and would add to the lists.
+        seen["labels"], seen["weights"] = list(seen["labels"]), list(seen["weights"])
         return seen, loss
 
     def _batch(self, rows: "_Rows", states: Tensor) -> dict[str, Tensor]:
@@ -178,23 +180,6 @@ class SpecForge(Adapter):
         """SGLang's business."""
         raise NotExposed("capture (SGLang makes its states: hold its .ckpt files against a capture of ours)")
 
-    def reference(self, batch: Batch) -> TargetReference:
-        """The target by its own forward."""
-        return self.target.reference(batch)
-
-    def draft(self, batch: Batch, states: Tensor, anchor: int) -> Tensor:
-        """z-lab's reader with the draft model's own configuration and weights."""
-        if self._reader is None:
-            self._reader = ZlabDraft(self.model.draft_model.config.to_dict())
-        return self._reader.logits(
-            body_of(self.parameters()),
-            self.model.embed_tokens.weight,
-            self.model.lm_head.weight,
-            token=int(batch.tokens[anchor]),
-            states=conditioning_before(batch, states, anchor, len(self.slices)),
-            size=self.recipe.block.size,
-        )
-
     def optimizer(self) -> torch.optim.Optimizer:
         """The AdamW inside its BF16Optimizer, over fp32 copies of the parameters."""
         raise NotExposed("optimizer (its BF16Optimizer trains fp32 copies: membership says nothing)")
@@ -225,10 +210,6 @@ class SpecForge(Adapter):
     def tokenize(self, messages: Sequence[Mapping[str, str]]) -> tuple[Sequence[int], Sequence[bool]]:
         """Its parsers are bound to named templates."""
         raise NotExposed("tokenize (its parsers know templates by name, and not this target's)")
-
-    def request(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
-        """The target's chat template."""
-        return self.target.request([dict(each) for each in messages])
 
 
 class _Rows:
@@ -286,10 +267,3 @@ def _imports() -> tuple[Any, Any, Any]:
         do = "install it without its dependencies: make peers"
         raise ParityError("the adapter for SpecForge 0.2.0", str(error), do) from error
     return draft, family, base
-
-
-@torch.no_grad()
-def _frozen(module: Any, weight: Tensor) -> Any:
-    """One of the target's ends as a module of its own."""
-    module.weight.copy_(weight)
-    return module.requires_grad_(False)

@@ -2,10 +2,12 @@
 
     adapter = Speculators.open(preset("speculators-0.9"))
 
-Runs on CPU with sdpa attention and its eager losses (facts/trainers.md 3.3). Its states are those that vLLM wrote
-(`hs_*.safetensors`), so there is no capture to ask here; its Trainer moves the model to a CUDA device, so there
-is no run to resume. Drafting is asked of z-lab's reader with the declared attention, which counts windows per query
-as vLLM does.
+Runs on CPU with sdpa attention and its eager losses (both are its own options: `_attn_implementation`,
+`loss_implementation`). Its states are those that vLLM wrote (`hs_*.safetensors`), so there is no capture to examine
+here; its Trainer moves the model to a CUDA device, so there is no run to resume. z-lab's reader drafts with the
+declared attention, which counts windows per query as vLLM does.
+
+Shapes: S tokens of the row, A anchors, B slots of a block, V draft vocabulary.
 """
 
 import json
@@ -22,8 +24,9 @@ from parity.errors import ParityError
 from parity.model.dflash.layout_write import speculators_config
 from parity.model.recipe.config import TrainingFile
 from parity.model.training.data import Batch
-from parity.probes.adapters.base import Adapter, AdapterStep, NotExposed, TargetReference
-from parity.probes.adapters.targets import TargetSide, ZlabDraft, body_of, conditioning_before
+from parity.probes.adapters.base import AdapterStep, NotExposed
+from parity.probes.adapters.peer import PeerAdapter
+from parity.probes.adapters.zlab import ZlabSide
 
 SPECULATORS_TERMS = {
     "ce": "ce",
@@ -38,31 +41,24 @@ SPECULATORS_TERMS = {
 WEIGHTS = {"exp": "fixed-exp-decay", "dpace": "dpace"}
 
 
-class Speculators(Adapter):
+class Speculators(PeerAdapter):
     """`DFlashDraftModel.forward` on what `ArrowDataset` and `CollateFn` make of the captured states."""
 
     name = "speculators 0.9.0"
 
-    def __init__(self, target: TargetSide, model: Any, *, call: Mapping[str, Any]) -> None:
+    def __init__(self, target: ZlabSide, model: Any, *, call: Mapping[str, object]) -> None:
         """model: a DFlashDraftModel. call: keywords of its forward in training, as `get_trainer_kwargs` gives them."""
-        super().__init__(target.training.recipe)
-        self.target, self.model, self.call = target, model, dict(call)
-        self.slices = (
-            *(f"layer.{layer}.out" for layer in self.recipe.conditioning.decoder_layers),
-            "final.prenorm",
-        )
-        self.width, self.vocabulary = target.width, target.vocabulary
-        self.dtype = target.parts.embed.dtype
-        self.configured = target.drafter
+        super().__init__(target, model, taps=("final.prenorm",))
+        self.call = dict(call)
         self._optimizer: torch.optim.Optimizer | None = None
-        self._reader: ZlabDraft | None = None
 
     @classmethod
     def open(cls, training: TrainingFile) -> "Speculators":
         """A new drafter for a training file's target, configured as the recipe declares. Raises ParityError for what
-        speculators cannot be told, or where it is not installed (`make peers`)."""
-        core, losses = _imports()
-        target, recipe = TargetSide.open(training), training.recipe
+        speculators cannot be configured for, or where it is not installed (`make peers`)."""
+        core = _imports()
+        # Its model from the declared configuration, seeded; then the target's tensors in their places.
+        target, recipe = ZlabSide.open(training), training.recipe
         size = recipe.draft_vocab.size if recipe.draft_vocab else target.vocabulary
         config = _config(target, size)
         with torch.random.fork_rng():
@@ -71,6 +67,7 @@ class Speculators(Adapter):
         if recipe.draft_vocab:
             model.load_vocab_mappings(*_most_frequent(size, target.vocabulary))
         _load_verifier(model, target)
+        # The loss by its own names, as its command line would pass them.
         weights = recipe.loss.weights
         if weights.kind not in WEIGHTS or set(recipe.loss.terms) - SPECULATORS_TERMS.keys():
             asked = f"recipe.loss: {dict(recipe.loss.terms)} with {weights.kind} weights"
@@ -85,7 +82,6 @@ class Speculators(Adapter):
             per_position_loss_weight=WEIGHTS[weights.kind],
             dpace_alpha=0.5 if weights.alpha is None else weights.alpha,
         )
-        del losses
         return cls(target, model.to(target.parts.embed.dtype), call=call)
 
     # --- required -------------------------------------------------------------------------------------
@@ -111,15 +107,15 @@ class Speculators(Adapter):
         )
 
     def _forward(self, batch: Batch, states: Tensor, anchors: Tensor) -> tuple[dict[str, Any], Tensor]:
-        """What the forward used on its way, and its loss."""
+        """What the forward used on its way, and its loss. Hooks and a method are in place for the time of one call."""
         seen: dict[str, Any] = {}
         backbone = self.model._backbone_forward
 
-        def keep(*args: Any, **kwargs: Any) -> Any:
+        def keep(*args: object, **kwargs: object) -> object:
             seen["backbone"] = backbone(*args, **kwargs)
             return seen["backbone"]
 
-        def as_blocks(_: Any, args: Any, out: Tensor) -> Tensor:
+        def as_blocks(_: object, args: object, out: Tensor) -> Tensor:
             blocks = out.view(len(anchors), -1, out.shape[-1])
             seen["hidden"] = blocks
             return blocks.view(out.shape)  # so that the loss is made from what is shown
@@ -139,7 +135,7 @@ class Speculators(Adapter):
             del self.model._backbone_forward
         return seen, loss
 
-    def _batch(self, batch: Batch, states: Tensor) -> dict[str, Any]:
+    def _batch(self, batch: Batch, states: Tensor) -> dict[str, Tensor]:
         """What the trainer hands to the model: the data set's items, collated."""
         from speculators.train.data import ArrowDataset, CollateFn
 
@@ -152,7 +148,7 @@ class Speculators(Adapter):
         data.transfer = SimpleNamespace(get_cached=cached.__getitem__)
         data.max_len, data.hidden_states_dtype = len(batch.tokens), states.dtype
         collate = CollateFn(len(batch.tokens), self.width, states.shape[1] - 1, dtype=states.dtype)
-        made: dict[str, Any] = collate([data[index] for index in range(len(rows))])
+        made: dict[str, Tensor] = collate([data[index] for index in range(len(rows))])
         return made
 
     def parameters(self) -> Mapping[str, Tensor]:
@@ -163,7 +159,7 @@ class Speculators(Adapter):
 
     def draw(self, batch: Batch, *, seed: int, epoch: int) -> Tensor:
         """`select_anchors`, from the global generator seeded by (seed, epoch)."""
-        core, _ = _imports()
+        core = _imports()
         with torch.random.fork_rng():
             torch.manual_seed(seed * 1_000_003 + epoch)
             mask = batch.loss_mask.long()[None]
@@ -175,23 +171,6 @@ class Speculators(Adapter):
         """vLLM's business."""
         raise NotExposed(
             "capture (vLLM writes its states: hold a folder of hs_*.safetensors against a capture of ours)"
-        )
-
-    def reference(self, batch: Batch) -> TargetReference:
-        """The target by its own forward."""
-        return self.target.reference(batch)
-
-    def draft(self, batch: Batch, states: Tensor, anchor: int) -> Tensor:
-        """z-lab's reader with the declared attention and these weights."""
-        if self._reader is None:
-            self._reader = ZlabDraft(self.target.zlab_config())
-        return self._reader.logits(
-            body_of(self.parameters()),
-            self.model.embed_tokens.weight,
-            self.model.lm_head.weight,
-            token=int(batch.tokens[anchor]),
-            states=conditioning_before(batch, states, anchor, len(self.slices) - 1),
-            size=self.recipe.block.size,
         )
 
     def optimizer(self) -> torch.optim.Optimizer:
@@ -206,10 +185,8 @@ class Speculators(Adapter):
 
     def update(self, batch: Batch, states: Tensor, *, anchors: Tensor, seed: int) -> None:
         """The order of its Trainer.train_epoch: zero_grad, backward, clip at 1, step."""
-        shown, optimizer = (
-            self.step(batch, states, anchors=anchors, seed=seed, training=True),
-            self.optimizer(),
-        )
+        optimizer = self.optimizer()
+        shown = self.step(batch, states, anchors=anchors, seed=seed, training=True)
         optimizer.zero_grad(set_to_none=True)
         shown.loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -228,23 +205,18 @@ class Speculators(Adapter):
         """A vLLM server's business."""
         raise NotExposed("tokenize (its data is rendered by a vLLM server)")
 
-    def request(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
-        """The target's chat template."""
-        return self.target.request([dict(each) for each in messages])
 
-
-def _imports() -> tuple[Any, Any]:
-    """Its model's module and its losses. Raises ParityError where it is not installed."""
+def _imports() -> Any:
+    """Its model's module. Raises ParityError where it is not installed."""
     try:
-        from speculators import losses
         from speculators.models.dflash import core
     except ImportError as error:
         do = "install it without its dependencies: make peers"
         raise ParityError("the adapter for speculators 0.9.0", str(error), do) from error
-    return core, losses
+    return core
 
 
-def _config(target: TargetSide, draft_vocab: int) -> Any:
+def _config(target: ZlabSide, draft_vocab: int) -> Any:
     """A DFlashSpeculatorConfig of the declared drafter, with attention that runs on a CPU."""
     from speculators.models.dflash.config import DFlashSpeculatorConfig
 
@@ -265,7 +237,7 @@ def _most_frequent(size: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _load_verifier(model: Any, target: TargetSide) -> None:
+def _load_verifier(model: Any, target: ZlabSide) -> None:
     """Its own loading where the target is a folder that it can read, else the same tensors put in place."""
     name = model.config.speculators_config.verifier.name_or_path
     if name is not None and Path(name).is_dir():
@@ -282,7 +254,7 @@ def _load_verifier(model: Any, target: TargetSide) -> None:
 @contextmanager
 def _fixed_anchors(anchors: Tensor, seen: dict[str, Any]) -> Iterator[None]:
     """`select_anchors` gives these instead of drawing; what the model then uses is kept."""
-    core, _ = _imports()
+    core = _imports()
     own = core.select_anchors
 
     def give_fixed_anchors(loss_mask: Tensor, count: int, block_size: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Did the backend that was asked for compute? Question zero: without it no other number means anything.
 
-Bug it finds: kernels that were never called (transformers falls back silently; facts/backends.md rows
-40 to 46), or fla where torch was asked for. Test: exact, by the functions that each call reached.
+Bug it finds: kernels that were never called (transformers falls back silently where a package is missing or cannot be
+imported), or fla where torch was asked for. Test: exact, by the functions that each call reached.
 Cost: none beyond the captures. Faults: `dispatch`.
 """
 
@@ -20,6 +20,7 @@ class DispatchProbe:
         return ProbeAnswer(findings=tuple(findings), tables=(self._table(evidence),))
 
     def _proofs(self, evidence: Evidence) -> Finding:
+        """One finding: no capture ran another backend, and the other backend ran at all."""
         if not evidence.linear:
             return Finding(
                 name="dispatch",
@@ -28,6 +29,7 @@ class DispatchProbe:
                 "so there is no kernel to choose",
                 next_step="nothing; this target runs on one backend",
             )
+        # A capture that did not run what was asked for makes every other number of it worthless.
         wrong = {
             name: trace.manifest.backend.problems
             for name, trace in evidence.traces.items()
@@ -45,6 +47,7 @@ class DispatchProbe:
                 next_step="run `parity env` to see which backends run here; no other number of these "
                 "captures counts",
             )
+        # Torch alone proves nothing about the other backend.
         if not any(name.startswith("other.") for name in evidence.traces):
             return Finding(
                 name="dispatch",

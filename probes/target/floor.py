@@ -1,9 +1,12 @@
 """How large is a difference that means nothing? Reruns and batch sizes, measured on this machine.
 
 Method: the same backend again, and the same row in a batch of four. What they change is the floor by
-which other pairs are judged. Cost: four forwards on torch. Faults: `not-reproducible`.
+which other pairs are judged. Cost: four forwards on torch. Faults: `not-reproducible`, `not-finite`.
 """
 
+from collections.abc import Mapping
+
+from parity.comparison.traces import Comparison
 from parity.probes.base import Evidence, ProbeAnswer, compare_pair, evidence_of, skip_answer
 from parity.reports.record import Finding, Table, Value, declare_columns
 
@@ -60,7 +63,8 @@ class FloorProbe:
             sentence=f"every state of {' and '.join(names)} is finite",
         )
 
-    def _finding(self, dtype: str, comparisons: dict) -> Finding:  # type: ignore[type-arg]
+    def _finding(self, dtype: str, comparisons: Mapping[str, Comparison]) -> Finding:
+        """One dtype. comparisons: `rerun` and `batch`."""
         sizes = {kind: max(tap.error_max for tap in c.taps) for kind, c in comparisons.items()}
         bad = [kind for kind, c in comparisons.items() if c.outcome != "pass"]
         evidence = tuple((f"{kind}, worst token", size) for kind, size in sizes.items())

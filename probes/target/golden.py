@@ -12,7 +12,7 @@ from parity.reports.record import Finding
 
 
 class GoldenProbe:
-    """Holds torch's float32 states against fp64."""
+    """Compares torch's float32 states with fp64."""
 
     name = "golden"
 
@@ -23,6 +23,7 @@ class GoldenProbe:
             return skip_answer(
                 "golden", why, "capture with --backend golden, or on a machine with more memory"
             )
+        # A golden pass that is not fp64 has no power to judge.
         gold, run = evidence.traces["golden"], evidence.traces["torch.fp32"]
         if not gold.manifest.backend.valid:
             return ProbeAnswer(
@@ -35,6 +36,7 @@ class GoldenProbe:
                     ),
                 )
             )
+        # Each tap in multiples of its limit; the same tap rolled by one token has to be outside, or the limit is idle.
         times, controls = {}, []
         for tap in run.taps:
             limit = FLOOR_MARGIN["semantic"].rms * default_floor("float32", run.depth(tap)).rms
@@ -47,10 +49,12 @@ class GoldenProbe:
         return ProbeAnswer(findings=(self._finding(times, controls),))
 
     def _finding(self, times: dict[str, float], controls: list[bool]) -> Finding:
+        """One finding. times: tap -> multiples of its limit. controls: whether each rolled tap was refused."""
         worst = max(times, key=lambda tap: times[tap])
         shown = evidence_of(
             taps=len(times), nearest_tap=worst, of_its_limit=times[worst], controls_refused=sum(controls)
         )
+        # First whether the gate could have refused anything, then whether it did.
         if not all(controls):
             return Finding(
                 name="golden",

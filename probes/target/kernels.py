@@ -5,7 +5,7 @@ Method, in both dtypes: states of whole passes (inherited error), and of layers 
 bf16 by its ratio to torch's own distance from golden, which never rules out a small fault. A layer of
 full attention runs the same code on both sides, so its local difference must be exactly 0; a linear
 layer whose local difference is exactly 0 did not run another kernel. Cost: four passes of the other
-backend. Faults: `kernel`, `dispatch`, `full-attention-differs`.
+backend. Faults: `dispatch`, `full-attention-differs`, and kinds of difference.
 """
 
 from collections.abc import Mapping
@@ -37,23 +37,26 @@ class KernelsProbe:
             return ProbeAnswer(
                 findings=tuple(f for name in names for f in skip_answer(name, why, step).findings)
             )
-        answers = [self._one(evidence, dtype) for dtype in ("fp32", "bf16")]
+        answers = [self._compare_dtype(evidence, dtype) for dtype in ("fp32", "bf16")]
         return ProbeAnswer(
             findings=tuple(finding for answer in answers for finding in answer.findings),
             tables=tuple(table for answer in answers for table in answer.tables),
         )
 
-    def _one(self, evidence: Evidence, dtype: str) -> ProbeAnswer:
+    def _compare_dtype(self, evidence: Evidence, dtype: str) -> ProbeAnswer:
+        """Whole passes and passes layer by layer in one dtype, a key of `CAPTURE_DTYPES`."""
         name = f"kernels.{dtype}"
         why = evidence.why_not(f"other.{dtype}", f"torch.{dtype}")
         if why:
             return skip_answer(
                 name, why, "run where that backend is available; `parity env` lists what runs here"
             )
+        # Whole passes: inherited error, judged by the floor and, for equal weights, by golden.
         floor = evidence.floor(dtype)
         golden = "golden" if _same_weights(evidence, "golden", f"torch.{dtype}") else None
         whole = compare_pair(evidence, name, f"other.{dtype}", f"torch.{dtype}", golden=golden, floor=floor)
         findings, tables = [f for f in whole.findings if _worth_telling(f)], list(whole.tables)
+        # Layer by layer on torch's input: local error.
         local = None
         why = evidence.why_not(f"other.{dtype}.local")
         if why:
@@ -82,6 +85,7 @@ class KernelsProbe:
             largest_linear=max(linear.values(), default=0.0),
             largest_full=max(full.values(), default=0.0),
         )
+        # The same code on the same input: any difference has another cause than the kernels.
         moved = [i for i, size in full.items() if size != 0]
         if moved:
             return Finding(
@@ -99,6 +103,7 @@ class KernelsProbe:
             return skip_answer(
                 name, "no linear layer has finite states", "see the finding `finite`"
             ).findings[0]
+        # Another kernel rounds differently: no difference at all means that it did not run.
         same = [i for i, size in linear.items() if size == 0]
         if same:
             return Finding(
@@ -137,9 +142,18 @@ def _worth_telling(finding: Finding) -> bool:
 def layer_table(
     evidence: Evidence, dtype: str, whole: Comparison, local: Comparison | None, golden: str | None
 ) -> Table:
-    """One row a decoder layer: the table a reader looks at first."""
+    """Return the table a reader looks at first, one row a decoder layer.
+
+    Args:
+        evidence: what was captured.
+        dtype: a key of `CAPTURE_DTYPES`.
+        whole: the comparison of whole passes.
+        local: the comparison of passes layer by layer, where there is one.
+        golden: name of the fp64 trace, where it judges.
+    """
     own: Mapping[str, float] = {tap.tap: tap.relative_l2 for tap in local.taps} if local else {}
     taps = {tap.tap: tap for tap in whole.taps}
+    # Distances to golden are measured here: the comparison itself is of the two backends.
     rows: list[tuple[Value, ...]] = []
     for index, kind in enumerate(evidence.target["layer_types"]):
         tap = f"layer.{index}.out"
@@ -174,7 +188,8 @@ def layer_table(
 
 
 def depth_table(dtype: str, summary: Table) -> Table:
-    """The same numbers in long form, for the profile over depth."""
+    """Return the same numbers in long form, for the profile over depth. summary: a table of `layer_table`."""
+    # Series -> its column in the summary.
     keys = {"local": 2, "inherited": 3, "torch to fp64": 4, "other to fp64": 5}
     rows = tuple(
         (row[0], series, row[at])

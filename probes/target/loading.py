@@ -1,9 +1,9 @@
 """Does it matter how the target is loaded?
 
-Bugs it finds: text weights left random by one loader (facts/backends.md headline 5), other states through a
-wrapper, A_log and dt_bias rounded by a plain bfloat16 load while engines keep them in float32 (row 55).
-Test: bit equality of every state in float32; the rounding is measured. Cost: three or four forwards.
-Faults: `loader`, `rounded-parameters`.
+Bugs it finds: text weights that one loader leaves random (a class whose parameter names do not match the checkpoint's),
+other states through a wrapper, A_log and dt_bias rounded by a plain bfloat16 load while serving engines keep them in
+float32. Test: bit equality of every state in float32; the rounding is measured. Cost: three or four forwards.
+Faults: `loader`.
 """
 
 from parity.probes.base import Evidence, ProbeAnswer, compare_pair, evidence_of
@@ -51,6 +51,7 @@ class LoadingProbe:
         )
 
     def _loader(self, evidence: Evidence, name: str) -> Finding:
+        """One further way of loading, compared with the declared one at all taps that both have."""
         why = evidence.why_not(name, "torch.fp32")
         if why:
             return Finding(
@@ -63,6 +64,7 @@ class LoadingProbe:
         comparison = compare_pair(evidence, name, name, "torch.fp32", taps=taps).comparison
         differing = [tap.tap for tap in comparison.taps if tap.error_max > 0]
         loader = evidence.traces["torch.fp32"].manifest.loader
+        # Equal bits everywhere; equal where finite, which is no pass; or other states.
         if not differing and comparison.outcome == "pass":
             return Finding(
                 name=name,

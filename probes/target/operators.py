@@ -25,7 +25,7 @@ LIMIT = {"float32": 32.0, "bfloat16": 4.0}
 
 
 class OperatorsProbe:
-    """Holds each recorded call of both backends against the fp64 recurrence."""
+    """Compares each recorded call of both backends with the fp64 recurrence."""
 
     name = "operators"
 
@@ -35,6 +35,7 @@ class OperatorsProbe:
             return skip_answer(
                 "operators", "no linear-attention layer in this model", "nothing; there is no such operator"
             )
+        # In each dtype torch's own calls, then the other backend's on the same inputs.
         findings: list[Finding] = []
         rows: list[tuple[Value, ...]] = []
         for dtype in ("fp32", "bf16"):
@@ -64,6 +65,7 @@ class OperatorsProbe:
     def _finding(
         self, dtype: str, backend: str, errors: Mapping[tuple[int, str], tuple[float, float]], foreign: int
     ) -> Finding:
+        """One backend in one dtype. errors: (layer, operator) -> (error, limit). foreign: calls with other inputs."""
         name = f"operators.{dtype}.{backend}"
         if not errors:
             return Finding(
@@ -72,6 +74,7 @@ class OperatorsProbe:
                 sentence=f"not compared: none of {foreign} calls had inputs that were recorded on torch",
                 next_step="capture both with the same prompts",
             )
+        # The call that is nearest to its limit, or beyond it; a call with other inputs is a fault by itself.
         worst = max(errors, key=lambda place: errors[place][0] / errors[place][1])
         error, limit = errors[worst]
         shown = evidence_of(

@@ -1,9 +1,9 @@
 """Does serving compute what training computed?
 
 Training states come from one prefill; serving computes the same tokens one at a time with a cache, or
-in blocks while verifying drafts. Bugs it finds: caches that lose state (facts/backends.md rows 18, 58,
-STATE). Test: semantic gate in float32 between the ways of computing, on one backend. Cost: one decode
-of the request. Faults: `serving-mode`.
+in blocks while verifying drafts. Bugs it finds: caches that lose or keep state (a hybrid's recurrent state,
+which cropping a cache does not take back in transformers 5.24). Test: semantic gate in float32 between the ways
+of computing, on one backend. Cost: one decode of the request. Faults: `serving-mode`, and kinds of difference.
 """
 
 from parity.probes.base import Evidence, ProbeAnswer, compare_pair

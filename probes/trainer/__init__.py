@@ -1,1 +1,1 @@
-"""Probes of a trainer: a training step is asked, and only what moves is believed."""
+"""Probes of a trainer: a training step is run, and only what moves counts."""

@@ -139,7 +139,7 @@ class BlockInfluence:
     wanted: Tensor
     """bool [A, B, S]"""
     chosen: int
-    """The block that stands last in its document: it can see most."""
+    """Number of the block that is last in its document: it can see most."""
     slots: Tensor
     """bool [P, S] what moves each of its probed slots."""
 

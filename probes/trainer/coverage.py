@@ -5,17 +5,17 @@ not trained on, none twice; the same seed and epoch give the same anchors; no do
 budget. Statistical: a document gets as many as declared (a quarter fewer is starved), other epochs give other anchors,
 and after the epochs as many of its tokens were ever anchored as drawing without preference gives (a third fewer is
 uneven; the standard deviation is under a tenth). The row is drawn again with its documents in another order, and the
-sentence says whether a document's anchors depend on its row: they do where a global generator is used.
+sentence reports whether a document's anchors depend on its row: they do where a global generator is used.
 
 Bugs it finds: a budget of a packed row that starves documents (speculators#1071: 14.7 % of tokens anchored instead of
 30.8 %), anchors in prompts or padding, anchors that are never drawn anew, anchors at the beginning only.
 
 A budget of the row, not of each document, cannot be declared. It is recognised by a number that is the same in every
 epoch, and for half of the documents, while a document gets now more and now fewer. Where that is the declared number,
-documents are starved of what the recipe gives them, and the sentence says so; a number of the row's own is a warning,
-and what single documents get is not judged. Where the recipe declares `block.documents: prompt_masked`, a budget of a
-row is reported and is no fault: speculators has one.
-Cost: eighteen draws, nineteen at most, no step. Faults: the `coverage` rows of `parity.probes.deviations`.
+documents are starved of what the recipe gives them, and the sentence reports it; a number of the row's own is a
+warning, and what single documents get is not judged. Where the recipe declares `block.documents: prompt_masked`, a
+budget of a row is reported and is no fault: speculators has one. Cost: eighteen draws, nineteen at most, no step.
+Faults: the `coverage` rows of `parity.probes.deviations`.
 
 Shapes: S tokens of the row, A anchors.
 """
@@ -26,8 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import AnchorConfig, AnchorCoverage, is_candidate
-from parity.model.dflash.mask import PADDING
+from parity.model.training.anchors import PADDING, AnchorConfig, AnchorCoverage, is_candidate
 from parity.model.training.data import Batch
 from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
@@ -44,7 +43,7 @@ STARVED = 0.75
 UNEVEN = 0.67
 """Of the number of tokens that an even draw reaches."""
 FEW = 4
-"""Anchors or tokens below which a share says nothing."""
+"""Anchors or tokens below which a share means nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -207,7 +206,7 @@ def _row_budget(
 
 
 def _depends_on_order(subject: ExaminedAdapter, texts: list[SyntheticDocument], draws: AnchorDraws) -> bool:
-    """Whether any document draws other anchors where the row's documents stand in the reverse order."""
+    """Whether any document draws other anchors where the row's documents come in the reverse order."""
     batch = subject.row(texts[::-1], padding=subject.block)
     batch = replace(batch, sample_ids=batch.sample_ids[::-1])
     first, second = (_relative(each, _draw_anchors(subject, each, 0)) for each in (draws.batch, batch))

@@ -1,7 +1,7 @@
 """Does drafting at inference compute what training computed?
 
 The step's hidden states times its head's rows, at an anchor, against the logits that `draft` gives for the same
-anchor: its own cache, one block, its own embeddings, mask and head. Anchors stand at both ends of documents and, in
+anchor: its own cache, one block, its own embeddings, mask and head. Anchors are at both ends of documents and, in
 one document of 512 tokens, early to late. Compared with each layer's output projection scaled until
 attention adds as much as the residual (in a fresh narrow drafter rounding hides it else); on the short documents also
 as they are.
@@ -14,7 +14,7 @@ The limit is a few times the rounding error of the same arithmetic in the traine
 logits' standard deviation (float32) or 1e-2 (bfloat16 products or head). Without z-lab's parameter names there is no
 reading to name, and attention is not scaled.
 
-The real loop, where the adapter shows `generate` and `greedy`: speculative decoding at temperature 0 must write what
+The real loop, where the adapter exposes `generate` and `greedy`: speculative decoding at temperature 0 must write what
 the target writes alone. A wrong token before any rejection is a wrong acceptance; one after a rejection means that
 the target's caches kept what was refused (huggingface/transformers#49036: recurrent states cannot be cropped). In
 bfloat16 a tie is no difference: the gap of the target's own two logits is taken from `reference`.
@@ -35,17 +35,9 @@ from parity.model.training.data import Batch
 from parity.probes.adapters.base import NotExposed
 from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
+from parity.probes.instruments.drafter import inference
 from parity.probes.instruments.drafter.hypotheses import VisibleStep
-from parity.probes.instruments.drafter.inference import (
-    ALL,
-    DraftLogits,
-    compute_draft_logits,
-    estimate_logit_limit,
-    explain_gap,
-    find_common_factor,
-    find_last_agreement,
-    is_declared_gap,
-)
+from parity.probes.instruments.drafter.inference import DraftLogits
 from parity.probes.instruments.drafter.receptive_field import ProbeBatch, find_filling_rows
 from parity.probes.instruments.drafter.reference import DrafterHypothesis, override_parameters
 from parity.probes.rows import SyntheticDocument
@@ -131,7 +123,9 @@ def _inference(look: ProbeBatch) -> Tensor:
 def _plain(look: ProbeBatch) -> DraftLogits:
     """Both ways, with the parameters as they are."""
     return DraftLogits(
-        look=look, trained=compute_draft_logits(look, look.step_output.hidden), drafted=_inference(look)
+        look=look,
+        trained=inference.compute_draft_logits(look, look.step_output.hidden),
+        drafted=_inference(look),
     )
 
 
@@ -139,8 +133,8 @@ def _drafts(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[s
     """Whether inference drafts the step's logits: faults, words and facts."""
     looks = _looks(subject)
     reading = DrafterHypothesis.from_recipe(subject.recipe, subject.adapter.configured)
-    lens = VisibleStep.of(looks, reading, ALL)
-    limit = estimate_logit_limit(looks[0], lens)
+    lens = VisibleStep.of(looks, reading, inference.ALL)
+    limit = inference.estimate_logit_limit(looks[0], lens)
     # With attention scaled up, where the parameters that are exposed are those that inference uses too.
     plain, compared, values, note = [_plain(looks[0])], list[DraftLogits](), dict[str, Tensor](), ""
     if not isinstance(lens, str) and lens.live:
@@ -151,7 +145,7 @@ def _drafts(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[s
             values, note = {}, ", whose weights are a copy of the step's"
         else:
             compared = [
-                DraftLogits(look=look, trained=compute_draft_logits(look, hidden), drafted=made)
+                DraftLogits(look=look, trained=inference.compute_draft_logits(look, hidden), drafted=made)
                 for look, hidden, made in zip(looks, lens.whole.found, drafted, strict=True)
             ]
     # Else every row with the parameters as they are.
@@ -170,7 +164,7 @@ def _drafts(subject: ExaminedAdapter) -> tuple[list[FoundDeviation], str, dict[s
     if worst <= limit:
         return [], words, facts
     fault = _name_hypothesis(compared, lens, values, limit, worst)
-    if is_declared_gap(subject, fault.measured):
+    if inference.is_declared_gap(subject, fault.measured):
         return (
             [],
             f"{words}; trained with windows from the anchor as declared, drafted with {fault.measured}",
@@ -204,14 +198,16 @@ def _name_hypothesis(
         return FoundDeviation(name, f"{words}{'; ' if words else ''}{numbers}", evidence)
 
     # From the narrowest name to the widest: a factor, a hypothesis, a position from which on it is off.
-    factor = find_common_factor(compared, limit)
+    factor = inference.find_common_factor(compared, limit)
     if factor is not None:
         return fault("decode-head", f"the logits are {factor:.4g} times the step's")
     if not isinstance(lens, str):
-        found = explain_gap(compared, lens, values, limit, lambda: _mask_row(compared[-1], lens.table))
+        found = inference.explain_gap(
+            compared, lens, values, limit, lambda: _mask_row(compared[-1], lens.table)
+        )
         if found is not None:
             return fault("decode-training" if found.training else NAMES[found.kind], found.words)
-    late = find_last_agreement(compared, limit)
+    late = inference.find_last_agreement(compared, limit)
     if late is not None:
         return fault("decode-long", f"up to position {late[0]} they agree, from {late[1]} on they do not")
     return fault("decode-not-recognised", "" if not isinstance(lens, str) else lens)

@@ -30,32 +30,20 @@ from parity.model.dflash.export import ImportedCheckpoint
 from parity.probes.adapters.base import NotExposed
 from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
-from parity.probes.instruments.drafter.checkpoint_readers import (
-    OwnReader,
-    ReaderRefusal,
-    ReaderUnavailable,
-    import_checkpoint,
-    list_peer_readers,
-    silence_transformers,
-)
+from parity.probes.instruments.drafter import checkpoint_readers, inference
 from parity.probes.instruments.drafter.hypotheses import VisibleStep, find_embedding
-from parity.probes.instruments.drafter.inference import (
-    ALL,
-    LEAST_GAP,
-    DraftLogits,
-    compute_draft_logits,
-    estimate_logit_limit,
-    explain_gap,
-    find_common_factor,
-    is_declared_gap,
-)
+from parity.probes.instruments.drafter.inference import DraftLogits
 from parity.probes.instruments.drafter.receptive_field import ProbeBatch
 from parity.probes.instruments.drafter.reference import DrafterHypothesis, override_parameters
 from parity.probes.subject import AdapterError, ExaminedAdapter
 from parity.reports.record import Value
 
 EXPORT_ANCHORS = 6
-PEERS = {"parity": 0.0, "dflash": LEAST_GAP[torch.float32], "speculators": LEAST_GAP[torch.float32]}
+PEERS = {
+    "parity": 0.0,
+    "dflash": inference.LEAST_GAP[torch.float32],
+    "speculators": inference.LEAST_GAP[torch.float32],
+}
 """Smallest limits of readers: peers compute in float32, whatever was trained in."""
 ROUNDED = 1e-2
 """Limit for a checkpoint in fewer bits than are trained: bfloat16 rounds each weight by up to 2^-9 of it."""
@@ -96,7 +84,7 @@ class ExportProbe:
         # Written with attention scaled up, and once more as it is where the exporter writes a copy.
         look = _look(subject)
         reading = DrafterHypothesis.from_recipe(subject.recipe, subject.adapter.configured)
-        lens = VisibleStep.of([look], reading, ALL)
+        lens = VisibleStep.of([look], reading, inference.ALL)
         values: Mapping[str, Tensor] = {} if isinstance(lens, str) else lens.whole.values
         with tempfile.TemporaryDirectory(prefix="parity-export-") as place:
             with override_parameters(subject.parameters, values):
@@ -104,11 +92,12 @@ class ExportProbe:
             if values and not written.holds(values):
                 values = {}
                 written = ExportedCheckpoint(subject, look, reading, Path(place) / "plain")
-            scaled = None if isinstance(lens, str) or not values else lens.whole.found[0]
-            trained = compute_draft_logits(look, look.step_output.hidden if scaled is None else scaled)
-            said, compared, notes = written.read(trained)
+            hidden = look.step_output.hidden
+            if values and not isinstance(lens, str):
+                hidden = lens.whole.found[0]
+            said, compared, notes = written.read(inference.compute_draft_logits(look, hidden))
         # What the file declares comes first: a reader that differs for that reason is not named again.
-        limit = max(estimate_logit_limit(look, lens), ROUNDED if written.narrower else 0.0)
+        limit = max(inference.estimate_logit_limit(look, lens), ROUNDED if written.narrower else 0.0)
         faults = [*written.refused, *_check_statement(written, reading, subject), *_weights(written)]
         if not faults:
             off = [
@@ -117,8 +106,8 @@ class ExportProbe:
                 if float(each.draft_distance.max()) > max(limit, PEERS[name])
             ]
             made = [_name_difference(name, compared[name], lens, values, limit) for name in off]
-            notes += [fault.measured for fault in made if is_declared_gap(subject, fault.measured)]
-            faults = [fault for fault in made if not is_declared_gap(subject, fault.measured)][:1]
+            notes += [fault.measured for fault in made if inference.is_declared_gap(subject, fault.measured)]
+            faults = [fault for fault in made if not inference.is_declared_gap(subject, fault.measured)][:1]
         # The sentence and its facts.
         worst = max((float(each.draft_distance.max()) for each in compared.values()), default=float("inf"))
         words = f"{written.layout} layout, {written.dtype}; read by {', '.join(said) or 'nobody'}"
@@ -155,7 +144,7 @@ class ExportedCheckpoint:
             subject.guard_adapter_call("export"),
             torch.random.fork_rng(),
             torch.no_grad(),
-            silence_transformers(),
+            checkpoint_readers.silence_transformers(),
         ):
             self.layout = subject.adapter.export(folder)
         if self.layout not in ("zlab", "speculators"):
@@ -165,7 +154,9 @@ class ExportedCheckpoint:
         self.imported: ImportedCheckpoint | None = None
         try:
             with torch.random.fork_rng():  # a new module draws its first weights
-                self.imported = import_checkpoint(folder, reading.rope.partial_rotary_factor != 1)
+                self.imported = checkpoint_readers.import_checkpoint(
+                    folder, reading.rope.partial_rotary_factor != 1
+                )
         except ParityError as error:
             self.refused.append(_question(error))
         self.tensors = {} if self.imported is None else dict(self.imported.drafter.state_dict())
@@ -221,11 +212,12 @@ class ExportedCheckpoint:
             `refused`.
         """
         readers = [
-            *([OwnReader(self.imported)] if self.imported is not None else []),
-            *list_peer_readers(self.layout),
+            *([checkpoint_readers.OwnReader(self.imported)] if self.imported is not None else []),
+            *checkpoint_readers.list_peer_readers(self.layout),
         ]
         table, fc_input = find_embedding(self.subject), self.look.step_output.fc_input.detach()
         head = self.look.step_output.head.detach().double()
+        # A reader that is not installed is a note; one that refuses is a fault, the first one only.
         said: list[str] = []
         compared: dict[str, DraftLogits] = {}
         notes: list[str] = []
@@ -233,10 +225,10 @@ class ExportedCheckpoint:
             try:
                 with torch.random.fork_rng():
                     hidden = reader.compute_hidden(self.folder, self.look, fc_input, table)
-            except ReaderUnavailable as reason:
+            except checkpoint_readers.ReaderUnavailable as reason:
                 notes.append(f"{reader.name} was not asked: {reason}")
                 continue
-            except ReaderRefusal as error:
+            except checkpoint_readers.ReaderRefusal as error:
                 self.refused += [] if self.refused else [FoundDeviation("export-unreadable", str(error))]
                 continue
             said.append(reader.name)
@@ -346,11 +338,11 @@ def _name_difference(
     apart = float(each.draft_distance.max())
     numbers = f"{reader}'s logits are up to {apart:.3g} of their deviation apart (limit {limit:.2g})"
     evidence: dict[str, Value] = {"apart": apart, "limit": limit, "reader": reader}
-    factor = find_common_factor([each], limit)
+    factor = inference.find_common_factor([each], limit)
     if factor is not None:
         words = f"they are {factor:.4g} times the step's; {numbers}"
         return FoundDeviation("export-not-recognised", words, evidence)
-    found = None if isinstance(lens, str) else explain_gap([each], lens, values, limit)
+    found = None if isinstance(lens, str) else inference.explain_gap([each], lens, values, limit)
     if found is None:
         return FoundDeviation("export-not-recognised", numbers, evidence)
     who = "training" if found.training else reader

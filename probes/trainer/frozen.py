@@ -2,9 +2,9 @@
 
 One whole optimizer step of the trainer (`update`), then everything is put back. Exact, bit for bit: a parameter that
 the recipe freezes may not change, whatever moved it (gradient, weight decay, a tied tensor); every other parameter
-must have been given a gradient, be held by the optimizer and change. Where `update` or `optimizer` is not shown, the
-gradients of the step's loss and the flags are examined alone, and the sentence says so. A learning rate of 0 (the first
-step of a warmup) moves nothing: then gradients and membership decide. Gradients are the step's own, by autograd.
+must have been given a gradient, be held by the optimizer and change. Where `update` or `optimizer` is not exposed, the
+gradients of the step's loss and the flags are examined alone, and the sentence reports it. A learning rate of 0 (the
+first step of a warmup) moves nothing: then gradients and membership decide. Gradients are the step's own, by autograd.
 
 The embedding and the head must be the target's own, row by row (`reference`), in the trainer's precision; a reduced
 head's rows must each be one of them.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.model.dflash.step import frozen as is_frozen
+from parity.model.training.step import is_frozen
 from parity.probes.adapters.base import NotExposed
 from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
@@ -77,11 +77,11 @@ class ParameterChange:
     gradient: float | None
     """Largest absolute gradient; None where there was none."""
     held: bool | None
-    """Whether the optimizer holds it; None where it is not shown."""
+    """Whether the optimizer holds it; None where it is not exposed."""
     moved: bool
     change: float
     rate: float
-    """Learning rate of its group; nan where not shown."""
+    """Learning rate of its group; nan where not exposed."""
     stepped: bool
     """Whether an optimizer step was made at all."""
 
@@ -129,7 +129,7 @@ def _key(tensor: Tensor) -> tuple[int, torch.Size]:
 
 
 def _groups(subject: ExaminedAdapter) -> dict[tuple[int, torch.Size], float] | None:
-    """Learning rate of what the optimizer holds; None where it is not shown."""
+    """Learning rate of what the optimizer holds; None where it is not exposed."""
     try:
         optimizer = subject.adapter.optimizer()
     except NotExposed:

@@ -5,7 +5,7 @@ Three looks, none of which believes a configuration:
    gradient at the head's input, `parity.probes.instruments.loss.labels`) that change, are that slice's
    influence. Exact: what is not connected does not change by one bit. The drafts' gradient is reported beside it.
 2. Place. Rolling a slice moves exactly its own columns of fc's input: which, and in which order; the values there are
-   the slice's. The gradient at fc's input is the one at the slices, so that what is shown is what is used.
+   the slice's. The gradient at fc's input is the one at the slices, so that what is exposed is what is used.
 3. Identity. What the trainer's own capture delivers is compared with every layer of the target itself: each slice has
    to be the layer it is called. Tolerance: relative L2 of 1e-4 in float32 (another order of sums), eight units in the
    last place (.06) in bfloat16, where neighbouring layers differ by more; else the nearest layer is named.
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parity.model.dflash.mask import PADDING
+from parity.model.training.anchors import PADDING
 from parity.probes.adapters.base import AdapterStep, NotExposed, TargetReference
 from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
@@ -52,7 +52,7 @@ class SliceInfluence:
     drafts: float
     """Relative change of the hidden states that enter the head."""
     gradient: float | None
-    """Norm of the gradient of a projection of the drafts, of all slices' together; None where none is shown."""
+    """Norm of the gradient of a projection of the drafts, of all slices' together; None where there is none."""
     columns: tuple[int, ...]
     """Which blocks of D columns of fc's input move."""
     labels: float | None
@@ -131,6 +131,7 @@ def _gradients(shown: AdapterStep, states: Tensor, width: int) -> tuple[list[flo
         Each slice's share of the gradient's norm, None where states are not in the graph; and whether fc's input has
         a gradient of the same norm, None where it has none.
     """
+    # One backward pass of a random projection of the drafts, to the states and to fc's input.
     generator = torch.Generator().manual_seed(3)
     direction = torch.randn(shown.hidden.shape, generator=generator).to(shown.hidden)
     found = (
@@ -143,6 +144,7 @@ def _gradients(shown: AdapterStep, states: Tensor, width: int) -> tuple[list[flo
     at_states, at_input = found
     if at_states is None:
         return None, None
+    # The two are compared by their norms, since noise may lie between them.
     norms = at_states.double().flatten(0, 0).square().sum((0, 2)).sqrt()
     total = float(norms.square().sum().sqrt())
     same = None

@@ -9,7 +9,7 @@ gradient.
 Test: exact. A label counts as read where what is left of the slot's gradient is below 1e-5, or eight times what
 forming logits in the trainer's own dtypes changes (about .02 in bfloat16; the next best token leaves a third).
 The row is the shared one: a document whose successor has no prompt (labels could cross), a prompt, a hole in the loss
-mask, padding; anchors stand at each document's first and last possible place and before the hole.
+mask, padding; anchors are at each document's first and last possible place and before the hole.
 
 Bugs it finds: labels one token off (SpecForge#455, #885, speculators#760), labels of another document
 (speculators#901), trained prompts and holes, data for the teacher's argmax (speculators#818), wrong vocabulary
@@ -25,8 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import blocks_at
-from parity.model.dflash.mask import PADDING
+from parity.model.training.anchors import PADDING, blocks_at
 from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.designed_row import DesignedBatch

@@ -29,6 +29,7 @@ from dataclasses import replace
 
 from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer
+from parity.probes.instruments.loss import solve, words
 from parity.probes.instruments.loss.designed_row import DesignedBatch, design_batch
 from parity.probes.instruments.loss.head_gradient import HeadGradients
 from parity.probes.instruments.loss.mixture import MixtureFit
@@ -39,30 +40,7 @@ from parity.probes.instruments.loss.other_heads import (
     list_head_pairs,
 )
 from parity.probes.instruments.loss.slot_weights import WeightedSlots, WeightLaw
-from parity.probes.instruments.loss.solve import (
-    CERTAIN,
-    SAME,
-    SLICE,
-    MixtureEstimate,
-    WeightLaws,
-    choose_mixture_with_law,
-    estimate_mixture,
-    find_weight_law,
-    has_soft_terms,
-    name_term,
-)
-from parity.probes.instruments.loss.words import (
-    average_by_slot,
-    describe_declared_law,
-    describe_law,
-    describe_loss,
-    describe_mixture,
-    describe_reduction,
-    describe_source,
-    list_loss_facts,
-    make_slot_table,
-    make_term_table,
-)
+from parity.probes.instruments.loss.solve import MixtureEstimate, WeightLaws
 from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Value
 
@@ -83,32 +61,32 @@ class LossProbe:
         at, reading = _read(subject, crafted, at)
         # Where that head explains nothing, or only the step's own teacher does, another head may make the logits.
         trains, other = find_trained_head(subject, at.shown), None
-        if not reading.fit.is_explained or (crafted.slice and reading.teacher_from != SLICE):
+        if not reading.fit.is_explained or (crafted.slice and reading.teacher_from != solve.SLICE):
             for heads in list_head_pairs(subject, crafted.batch, at.shown):
                 again, beside = _at_head(subject, heads)
                 beside, tried = _read(subject, again, beside)
-                if tried.fit.is_explained and (again.slice is None or tried.teacher_from == SLICE):
+                if tried.fit.is_explained and (again.slice is None or tried.teacher_from == solve.SLICE):
                     crafted, at, reading, other = again, beside, tried, heads
                     break
         own = _head_faults(trains, other)
         if not reading.fit.is_explained:
             return _not_recognised(self.name, reading, len(at), own)
         # Weights, denominator, and the recipe beside them.
-        reading, law, slots = choose_mixture_with_law(subject, crafted, at, reading)
-        found = find_weight_law(subject, crafted, at, reading, law)
+        reading, law, slots = solve.choose_mixture_with_law(subject, crafted, at, reading)
+        found = solve.find_weight_law(subject, crafted, at, reading, law)
         faults = [*own, *_deviations(subject, reading, law, found, slots)]
         wanted = subject.recipe.loss.reduction
-        words = describe_loss(reading, law, found, slots, wanted)
-        made = list_loss_facts(reading, law, found, wanted)
+        text = words.describe_loss(reading, law, found, slots, wanted)
+        made = words.list_loss_facts(reading, law, found, wanted)
         if trains or other:
-            words += f"; {_head_words(trains, other)}"
+            text += f"; {_head_words(trains, other)}"
             made["loss.head"] = "trains" if trains else "its own"
         return make_probe_answer(
             self.name,
-            words,
+            text,
             faults,
             facts=made,
-            tables=[make_term_table(reading, found), make_slot_table(at, reading, law, slots)],
+            tables=[words.make_term_table(reading, found), words.make_slot_table(at, reading, law, slots)],
         )
 
 
@@ -124,9 +102,9 @@ def _read(
     subject: ExaminedAdapter, crafted: DesignedBatch, at: HeadGradients
 ) -> tuple[HeadGradients, MixtureEstimate]:
     """With logits as they are, or rounded to the head's 16 bits where that explains more."""
-    reading, rounded = estimate_mixture(subject, crafted, at), at.round_to_head_dtype()
+    reading, rounded = solve.estimate_mixture(subject, crafted, at), at.round_to_head_dtype()
     if rounded is not None:
-        other = estimate_mixture(subject, crafted, rounded)
+        other = solve.estimate_mixture(subject, crafted, rounded)
         if other.fit.residual < reading.fit.residual:
             return rounded, other
     return at, reading
@@ -134,8 +112,8 @@ def _read(
 
 def _nothing(at: HeadGradients) -> FoundDeviation:
     """No slot gets a gradient."""
-    words = f"0 of {at.shape[0] * at.shape[1]} slots have a gradient at the head's input"
-    return FoundDeviation("loss-none", words)
+    text = f"0 of {at.shape[0] * at.shape[1]} slots have a gradient at the head's input"
+    return FoundDeviation("loss-none", text)
 
 
 # --- against the recipe -----------------------------------------------------------------------------------
@@ -181,31 +159,34 @@ def _term_faults(
     wanted = "data" if recipe.labels == "data" else "teacher"
     ambiguous = any(_names(other) == set(declared) for other in reading.fit.alike)
     shares = {name: found.terms.get(name, 0.0) for name in {**declared, **found.terms}}
-    errors = {name_term(name): each for name, each in reading.fit.errors.items()}
+    errors = {solve.name_term(name): each for name, each in reading.fit.errors.items()}
     heat, declared_heat = reading.heat, recipe.loss.temperature
     # A temperature shows in soft terms, and in a cross-entropy that was heated too.
-    visible = has_soft_terms(reading) or any("@" in name for name in reading.fit.shares)
-    if visible and abs(heat - declared_heat) > SAME * declared_heat + CERTAIN * reading.heat_error:
-        words = f"{heat:.4g} (standard error {reading.heat_error:.1g}), declared {declared_heat:g}"
-        faults.append(FoundDeviation("loss-temperature", words, {"temperature": heat}))
+    visible = solve.has_soft_terms(reading) or any("@" in name for name in reading.fit.shares)
+    if (
+        visible
+        and abs(heat - declared_heat) > solve.SAME * declared_heat + solve.CERTAIN * reading.heat_error
+    ):
+        text = f"{heat:.4g} (standard error {reading.heat_error:.1g}), declared {declared_heat:g}"
+        faults.append(FoundDeviation("loss-temperature", text, {"temperature": heat}))
     faults += _square_faults(found)
     # Shares differ beyond their errors; T^2 moves them too, and has a name of its own.
     off = {
         name: value - declared.get(name, 0.0)
         for name, value in shares.items()
-        if abs(value - declared.get(name, 0.0)) > SAME + CERTAIN * errors.get(name, 0.0)
+        if abs(value - declared.get(name, 0.0)) > solve.SAME + solve.CERTAIN * errors.get(name, 0.0)
     }
     if off and not ambiguous and not found.squared:
         name = "loss-smoothing" if set(off) - set(declared) == {"smoothing"} else "loss-terms"
-        words = f"{describe_mixture(found.terms)}, declared {describe_mixture(declared)}"
+        text = f"{words.describe_mixture(found.terms)}, declared {words.describe_mixture(declared)}"
         evidence = {f"share of {each}": shares[each] for each in off}
-        faults.append(FoundDeviation(name, words, evidence))
+        faults.append(FoundDeviation(name, text, evidence))
     # The hard label's source, whatever its share.
     if "ce" in declared and hard and hard != {wanted}:
-        sources = " and ".join(sorted(describe_source(each) for each in hard))
-        words = f"cross-entropy on {sources}, declared {describe_source(wanted)}"
+        sources = " and ".join(sorted(words.describe_source(each) for each in hard))
+        text = f"cross-entropy on {sources}, declared {words.describe_source(wanted)}"
         numbers = {f"share on {name}": value for name, value in reading.fit.shares.items()}
-        faults.append(FoundDeviation("loss-label-source", words, numbers))
+        faults.append(FoundDeviation("loss-label-source", text, numbers))
     return faults
 
 
@@ -214,15 +195,15 @@ def _square_faults(found: WeightLaws) -> list[FoundDeviation]:
     if not found.squared:
         return []
     square = next(iter(found.squared.values()))
-    parts = " and ".join(describe_mixture({name: 1.0}).removeprefix("100 % ") for name in found.squared)
-    words = f"{parts} {'is' if len(found.squared) == 1 else 'are'} T^2 = {square:.4g} times what is declared"
+    parts = " and ".join(words.describe_mixture({name: 1.0}).removeprefix("100 % ") for name in found.squared)
+    text = f"{parts} {'is' if len(found.squared) == 1 else 'are'} T^2 = {square:.4g} times what is declared"
     evidence = {"temperature squared": square, **{f"share of {k}": v for k, v in found.terms.items()}}
-    return [FoundDeviation("loss-temperature-squared", words, evidence)]
+    return [FoundDeviation("loss-temperature-squared", text, evidence)]
 
 
 def _names(fit: MixtureFit) -> set[str]:
     """Its terms by the recipe's names."""
-    return {name_term(name) for name in fit.shares}
+    return {solve.name_term(name) for name in fit.shares}
 
 
 def _weight_faults(subject: ExaminedAdapter, law: WeightLaw, slots: WeightedSlots) -> list[FoundDeviation]:
@@ -231,52 +212,54 @@ def _weight_faults(subject: ExaminedAdapter, law: WeightLaw, slots: WeightedSlot
     if not several or law.kind == "per-block":
         return []
     name, value = ("gamma", weights.gamma) if weights.kind == "exp" else ("alpha", weights.alpha)
-    numbers = {f"slot {k}": each for k, each in average_by_slot(slots).items()}
-    kind_words = f"{describe_law(law, slots)}, declared {describe_declared_law(subject)}"
+    numbers = {f"slot {k}": each for k, each in words.average_by_slot(slots).items()}
+    by_kind = f"{words.describe_law(law, slots)}, declared {words.describe_declared_law(subject)}"
     if law.kind == "streak":
-        return [FoundDeviation("loss-streak", kind_words, numbers)]
+        return [FoundDeviation("loss-streak", by_kind, numbers)]
     if law.kind == "dpace-attached":
-        return [FoundDeviation("loss-weights-attached", kind_words, numbers)]
+        return [FoundDeviation("loss-weights-attached", by_kind, numbers)]
     if law.kind != weights.kind:
-        return [FoundDeviation("loss-weights", kind_words, numbers)]
+        return [FoundDeviation("loss-weights", by_kind, numbers)]
     if value is None:
         return []
     measured, error = law.parameters[name], law.errors.get(name, 0.0)
-    if abs(measured - value) <= SAME * max(value, 0.1) + CERTAIN * error:
+    if abs(measured - value) <= solve.SAME * max(value, 0.1) + solve.CERTAIN * error:
         return []
-    words = f"{name} {measured:.4g} (standard error {error:.1g}), declared {value:g}"
-    return [FoundDeviation(f"loss-{name}", words, {name: measured, **numbers})]
+    text = f"{name} {measured:.4g} (standard error {error:.1g}), declared {value:g}"
+    return [FoundDeviation(f"loss-{name}", text, {name: measured, **numbers})]
 
 
 def _slot0_faults(found: WeightLaws) -> list[FoundDeviation]:
     """Slot 0 holds the anchor itself and is not to be trained."""
     if not found.slot0:
         return []
-    words = f"it weighs {found.slot0:.4g} of what slot 1 weighs"
-    return [FoundDeviation("loss-slot0", words, {"weight of slot 0": found.slot0})]
+    text = f"it weighs {found.slot0:.4g} of what slot 1 weighs"
+    return [FoundDeviation("loss-slot0", text, {"weight of slot 0": found.slot0})]
 
 
 def _reduction_faults(subject: ExaminedAdapter, law: WeightLaw, found: WeightLaws) -> list[FoundDeviation]:
     """A denominator that is not the declared one, or one for each block."""
     wanted = subject.recipe.loss.reduction
     if law.kind == "per-block":
-        words = f"{law.note}, declared {describe_reduction(wanted)}"
-        return [FoundDeviation("loss-reduction", f"{words} (misfit {law.misfit:.2g} of its tolerance)")]
+        text = f"{law.note}, declared {words.describe_reduction(wanted)}"
+        return [FoundDeviation("loss-reduction", f"{text} (misfit {law.misfit:.2g} of its tolerance)")]
     if not law.fits or wanted in found.reductions:
         return []
-    what = " or ".join(map(describe_reduction, found.reductions)) or "not recognised"
-    words = f"the sum is divided by {found.denominator:.5g} ({what}), declared {describe_reduction(wanted)}"
-    return [FoundDeviation("loss-reduction", words, {"denominator": found.denominator})]
+    what = " or ".join(map(words.describe_reduction, found.reductions)) or "not recognised"
+    text = (
+        f"the sum is divided by {found.denominator:.5g} ({what}), declared {words.describe_reduction(wanted)}"
+    )
+    return [FoundDeviation("loss-reduction", text, {"denominator": found.denominator})]
 
 
 def _head_words(trains: TrainedHead | None, other: HeadPair | None) -> str:
     """Which head makes the logits, and which one trains."""
     parts = []
     if other is not None:
-        words = (
+        text = (
             f"{other.rows} of its {len(other.draft)} rows are not the target's, by up to {other.change:.3g}"
         )
-        parts.append(f"{other.name} makes the logits, and {words}")
+        parts.append(f"{other.name} makes the logits, and {text}")
     if trains is not None:
         parts.append(f"the loss's gradient at {trains.name} is up to {trains.gradient:.2g}")
     return ", ".join(parts)
@@ -300,10 +283,10 @@ def _not_recognised(
     """No term is named where the gradients are not explained."""
     fit = reading.fit
     near = " + ".join(f"{share:.3g} {term}" for term, share in fit.shares.items())
-    words = (
+    text = (
         f"the best mixture leaves {fit.residual:.2g} of the gradient of {slots} slots (limit {fit.limit:.1g})"
     )
     evidence: dict[str, Value] = {"residual": fit.residual, "limit": fit.limit, "best mixture": near}
-    fault = FoundDeviation("loss-unrecognised", words, evidence)
+    fault = FoundDeviation("loss-unrecognised", text, evidence)
     numbers = {"loss.recognised": False, "loss.residual": fit.residual}
-    return make_probe_answer(name, f"the loss is not recognised: {words}", [*own, fault], facts=numbers)
+    return make_probe_answer(name, f"the loss is not recognised: {text}", [*own, fault], facts=numbers)

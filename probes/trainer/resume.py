@@ -31,7 +31,7 @@ STEPS, BREAK = 4, 2
 LONGER, BREAKS = 6, (1, 2, 3, 4, 5)
 """The run that is interrupted at other places where a difference has to be named."""
 DATA = ("documents", "tokens", "samples", "rows", "epoch")
-"""Logged counts that say which data a step saw."""
+"""Logged counts from which it follows which data a step had."""
 RATES = ("lr", "learning_rate")
 SLIGHT = 1e-3
 """Share of the loss below which a difference is rounding and not another batch or other anchors."""

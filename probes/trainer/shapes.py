@@ -15,7 +15,7 @@ Shapes: S tokens of the row, T of them no padding, N captured slices, D width.
 import torch
 from torch import Tensor
 
-from parity.model.dflash.mask import PADDING
+from parity.model.training.anchors import PADDING
 from parity.probes.adapters.base import AdapterStep, NotExposed
 from parity.probes.answers import FoundDeviation, make_probe_answer
 from parity.probes.base import ProbeAnswer

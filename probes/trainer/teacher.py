@@ -2,8 +2,8 @@
 
 1. The capture: the teacher's slice, as the trainer's own capture delivers it, through the declared norm and the
    target's head, against the target's logits for the same tokens: agreement of the argmax, and KL.
-2. The step: fed the target's own states, its teacher logits at every slot (or the labels that its gradient shows,
-   where it shows no logits) against the target's logits of the token before the slot.
+2. The step: fed the target's own states, its teacher logits at every slot (or the labels read from its gradient,
+   where it exposes no logits) against the target's logits of the token before the slot.
 3. Where they differ, each repair is tried: no norm, the norm twice, a weight w read as 1 + w and the other way
    round, one token off, another slice. And the head is read column by column from one-hot states: its columns,
    up to a factor, are the head's and only the factor is the norm's, so that a wrong head and a wrong norm are
@@ -29,7 +29,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from parity.model.dflash.mask import PADDING
+from parity.model.training.anchors import PADDING
 from parity.probes.adapters.base import AdapterStep, NotExposed, TargetReference
 from parity.probes.answers import FoundDeviation, make_probe_answer, one
 from parity.probes.base import ProbeAnswer
@@ -221,7 +221,7 @@ def _distance(logits: Tensor, own: Tensor) -> LogitDistance:
 def _capture(
     subject: ExaminedAdapter, setting: TeacherSetup
 ) -> tuple[LogitDistance, list[FoundDeviation]] | None:
-    """The captured slice through the declared norm and the target's head; None where no capture is shown."""
+    """The captured slice through the declared norm and the target's head; None where no capture is exposed."""
     try:
         states = subject.captured_states
     except NotExposed:
@@ -279,7 +279,7 @@ def _trainer(
 def _labels(
     subject: ExaminedAdapter, setting: TeacherSetup, shown: AdapterStep, states: Tensor
 ) -> tuple[Tensor, HeadGradients]:
-    """Draft ids [n] that the gradient shows, on the target's own states."""
+    """Draft ids [n] read from the gradient, on the target's own states."""
     at = HeadGradients.of(shown)
     crafted = DesignedBatch(
         batch=subject.batch,

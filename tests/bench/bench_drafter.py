@@ -32,12 +32,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity.model.dflash.anchors import blocks_at
 from parity.model.dflash.config import DrafterConfig
-from parity.model.dflash.decode import EmbeddingAndHead
-from parity.model.dflash.drafter import Drafter, block_ids
+from parity.model.dflash.drafter import Drafter
 from parity.model.dflash.export import TargetLayers, save_speculators, save_zlab
 from parity.model.dflash.mask import VisibilityRule, training_layout
+from parity.model.drafting.session import EmbeddingAndHead
+from parity.model.training.anchors import block_ids, blocks_at
 from parity.model.training.loss import LossConfig, TeacherStates, Uniform, objective, teacher_labels
 
 WIDTH, BLOCK, LAYERS = 256, 8, (1, 2, 3, 4, 5)

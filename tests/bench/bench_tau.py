@@ -24,10 +24,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from parity.model.dflash.decode import (
+from parity.model.drafting.decode import (
     DecodeConfig,
     DecodeResult,
-    EmbeddingAndHead,
     RecordedText,
     decode,
     greedy,
@@ -35,7 +34,8 @@ from parity.model.dflash.decode import (
     slot_acceptance,
     tau,
 )
-from parity.model.dflash.drafter import Drafter
+from parity.model.drafting.proposer import DrafterModule
+from parity.model.drafting.session import EmbeddingAndHead
 from parity.model.recipe.presets import preset
 from parity.model.target.backends import isolate, parse_backend
 from parity.model.target.load import Target
@@ -132,7 +132,7 @@ def generated(target: Target, prompt: Sequence[int], stop_ids: tuple[int, ...]) 
 
 def check_loop(
     target: Target,
-    drafter: Drafter,
+    drafter: DrafterModule,
     prompts: list[list[int]],
     offline: list[DecodeResult],
     config: DecodeConfig,

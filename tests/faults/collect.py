@@ -1,11 +1,11 @@
-"""All plants and healthy variants, from the folders beside this file; peers' where they are installed."""
+"""All injected faults and healthy variants, from the folders beside this file; peers' where they are installed."""
 
 import os
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.faults.wiring import Healthy, Plant
+from tests.faults.wiring import HealthyVariant, InjectedFault
 
 HERE = Path(__file__).parent
 
@@ -22,11 +22,11 @@ def _all(folder: str, attribute: str) -> list[object]:
     return found
 
 
-def plants() -> list[Plant]:
-    """Every planted wiring fault."""
-    return [each for each in _all("injected", "PLANTS") if isinstance(each, Plant)]
+def list_faults() -> list[InjectedFault]:
+    """Every injected wiring fault."""
+    return [each for each in _all("injected", "FAULTS") if isinstance(each, InjectedFault)]
 
 
-def healthy() -> list[Healthy]:
+def list_variants() -> list[HealthyVariant]:
     """Every healthy variant."""
-    return [each for each in _all("healthy", "HEALTHY") if isinstance(each, Healthy)]
+    return [each for each in _all("healthy", "VARIANTS") if isinstance(each, HealthyVariant)]

@@ -1,4 +1,4 @@
-"""The benches of planted trace faults, made once: two targets, their healthy traces."""
+"""The benches of injected trace faults, made once: two targets, their healthy traces."""
 
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""`make faults`: every planted wiring fault and healthy variant against all probes; writes the matrix that ships.
+"""`make faults`: every injected wiring fault and healthy variant against all probes; writes the matrix that ships.
 
     python -m tests.faults.matrix [--out FILE]
 
@@ -32,35 +32,35 @@ from parity.probes.query import query_probes
 from parity.probes.subject import ExaminedAdapter
 from parity.reports.record import Finding
 from tests.faults import collect
-from tests.faults.wiring import Healthy, Plant
+from tests.faults.wiring import HealthyVariant, InjectedFault
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "probes" / "matrix.json"
 NAMED_AT_LEAST = 0.95
 
 
-def examine(plant: Plant) -> dict[str, object]:
-    """One row: what each probe said of a planted fault."""
-    answers = query_probes(ExaminedAdapter(plant.build()))
+def examine(fault: InjectedFault) -> dict[str, object]:
+    """One row: what each probe answered to an injected fault."""
+    answers = query_probes(ExaminedAdapter(fault.build()))
     loud = {name: [f for f in answer.findings if f.outcome == "fail"] for name, answer in answers}
-    own = loud.get(plant.probe, [])
+    own = loud.get(fault.probe, [])
     result = "missed"
     if own:
-        result = "named" if plant.detection_only or own[0].fault == plant.deviation else "found"
+        result = "named" if fault.detection_only or own[0].fault == fault.deviation else "found"
     return {
-        "trainer": plant.trainer,
-        "fault": plant.name,
-        "probe": plant.probe,
-        "expected": plant.deviation,
+        "trainer": fault.trainer,
+        "fault": fault.name,
+        "probe": fault.probe,
+        "expected": fault.deviation,
         "result": result,
         "given": own[0].fault if own else None,
         "measured": own[0].sentence if own else None,
-        "others": {name: found[0].fault for name, found in loud.items() if found and name != plant.probe},
+        "others": {name: found[0].fault for name, found in loud.items() if found and name != fault.probe},
         "broken": [f.sentence for _, answer in answers for f in answer.findings if f.outcome == "error"],
     }
 
 
-def alarm(healthy: Healthy) -> dict[str, object]:
+def alarm(healthy: HealthyVariant) -> dict[str, object]:
     """One row: what was raised on a healthy variant, and which probes could not ask."""
     findings: list[Finding] = [
         f for _, answer in query_probes(ExaminedAdapter(healthy.build())) for f in answer.findings
@@ -77,8 +77,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=SHIPPED)
     out, console, began = parser.parse_args().out, Console(stderr=True), time.monotonic()
-    rows = [examine(plant) for plant in track(collect.plants(), "faults", console=console)]
-    healthy = [alarm(each) for each in track(collect.healthy(), "healthy variants", console=console)]
+    rows = [examine(fault) for fault in track(collect.list_faults(), "faults", console=console)]
+    healthy = [alarm(each) for each in track(collect.list_variants(), "healthy variants", console=console)]
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()

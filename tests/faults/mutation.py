@@ -1,9 +1,9 @@
-"""Plants a fault in another trainer's own source: one line of one function is replaced, and nothing else.
+"""Injects a fault into another trainer's own source: one line of one function is replaced, and nothing else.
 
     mutated = mutate(core.DFlashDraftModel, "_backbone_forward", "- 1) % total", ") % total")
-    planted(adapter, (core.DFlashDraftModel, "_backbone_forward", mutated))
+    apply_patches(adapter, (core.DFlashDraftModel, "_backbone_forward", mutated))
 
-The function's source is read from the installed package, so a plant says exactly what it changed, and fails loudly
+The function's source is read from the installed package, so a fault states exactly what it changed, and fails loudly
 where another version reads differently. The change holds only while the adapter runs the trainer.
 """
 
@@ -38,7 +38,7 @@ def mutate(owner: Any, name: str, old: str, new: str) -> Patch:
     return owner, name, wrap(scope[name])
 
 
-def planted(adapter: Opened, *patches: Patch) -> Opened:
+def apply_patches(adapter: Opened, *patches: Patch) -> Opened:
     """The same adapter, with the patches in force whenever one of its methods runs."""
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The three faults of design.md section 1, planted together, are each named with evidence in one `parity check`."""
+"""The three faults of docs/case-study.md, injected together, are each named with evidence in one `parity check`."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return check(recipe=DECLARED, adapter=f"{HERE / 'case_study.py'}:TheTeam")
+    return check(recipe=DECLARED, adapter=f"{HERE / 'case_study.py'}:CaseStudy")
 
 
 def named(report: Report, fault: str) -> Finding:
@@ -55,7 +55,7 @@ def test_the_suspicions_say_found(report: Report) -> None:
 
 
 def test_the_same_recipe_without_them_passes() -> None:
-    builtin()  # the plants leave the classes as they are
+    builtin()  # the injected faults leave the classes as they are
     assert check(recipe=DECLARED, only=("noise", "loss", "labels")).outcome == "pass"
 
 

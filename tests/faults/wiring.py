@@ -1,6 +1,6 @@
-"""What a planted wiring fault is, and a trainer to plant it in.
+"""What an injected wiring fault is, and a trainer to inject it into.
 
-A plant replaces a stage of the trainer's own path (`parity.model.dflash.step.TrainingStep`), its drafter, source,
+A fault replaces a stage of the trainer's own path (`parity.model.dflash.step.TrainingStep`), its drafter, source,
 parts or data;
 never what an adapter answers.
 """
@@ -16,8 +16,8 @@ from parity.probes.adapters.builtin import Builtin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plant:
-    """One fault, planted in one trainer."""
+class InjectedFault:
+    """One fault in one trainer."""
 
     name: str
     trainer: str
@@ -25,14 +25,14 @@ class Plant:
     deviation: str
     """Its right name: a row of `parity.probes.deviations`."""
     probe: str
-    """Whose question it is."""
+    """That has to find it."""
     build: Callable[[], Adapter]
     detection_only: bool = False
     """True where the strength is below one unit in the last place: it must be found, by whatever name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Healthy:
+class HealthyVariant:
     """One variant of a trainer as it should be."""
 
     name: str
@@ -60,7 +60,7 @@ def builtin(
     return adapter
 
 
-def planted(
+def inject_fault(
     probe: str,
     name: str,
     deviation: str,
@@ -69,9 +69,9 @@ def planted(
     then: Callable[[Builtin], None] = lambda adapter: None,
     *,
     detection_only: bool = False,
-) -> Plant:
+) -> InjectedFault:
     """A fault in the built-in trainer that `probe` has to name; the rest is as in `builtin`."""
-    return Plant(
+    return InjectedFault(
         name=name,
         trainer="builtin",
         deviation=deviation,

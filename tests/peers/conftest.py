@@ -15,15 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import blocks_at
-from parity.model.dflash.config import DrafterConfig, DraftVocab, RopeConfig, layer_rules
-from parity.model.dflash.decode import EmbeddingAndHead, RecordedText
-from parity.model.dflash.drafter import Drafter, block_ids
+from parity.model.dflash.config import DrafterConfig, RopeConfig, layer_rules
+from parity.model.dflash.drafter import Drafter
 from parity.model.dflash.export import TargetLayers, save_speculators, save_zlab
 from parity.model.dflash.mask import training_layout
+from parity.model.drafting.decode import RecordedText
+from parity.model.drafting.session import EmbeddingAndHead
 from parity.model.target.load import Target, load_target
 from parity.model.target.spec import TargetSpec
+from parity.model.training.anchors import block_ids, blocks_at
 from parity.model.training.loss import LossConfig, Uniform, objective
+from parity.model.training.vocabulary import DraftVocab
 
 BLOCK, WINDOW, MASK = 4, 6, 3
 LAYERS = (0, 2, 3)

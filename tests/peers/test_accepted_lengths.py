@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from parity.model.dflash.decode import DecodeConfig, EmbeddingAndHead, decode, greedy, offline_tau, tau
 from parity.model.dflash.drafter import Drafter
 from parity.model.dflash.export import TargetLayers, save_zlab
+from parity.model.drafting.decode import DecodeConfig, decode, greedy, offline_tau, tau
+from parity.model.drafting.session import EmbeddingAndHead
 from parity.model.target.load import load_target
 from parity.model.target.spec import TargetSpec
 from parity.model.tiny import corpus

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from parity.model.dflash import mask
-from parity.model.dflash.config import DraftVocab, RopeConfig
+from parity.model.dflash.config import RopeConfig
 from parity.model.dflash.export import load_checkpoint
-from parity.model.dflash.mask import CONTEXT, PADDING, TokenPlaces, VisibilityRule
+from parity.model.dflash.mask import CONTEXT, TokenPlaces, VisibilityRule
+from parity.model.training.anchors import PADDING
+from parity.model.training.vocabulary import DraftVocab
 
 if TYPE_CHECKING:
     from tests.peers.conftest import Bench

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from parity.model.dflash.anchors import blocks_at
-from parity.model.dflash.config import DraftVocab
-from parity.model.dflash.drafter import Drafter, block_ids
+from parity.model.dflash.drafter import Drafter
 from parity.model.dflash.export import load_checkpoint, save_zlab
 from parity.model.dflash.mask import training_layout
+from parity.model.training.anchors import block_ids, blocks_at
 from parity.model.training.loss import (
     Dpace,
     ExpDecay,
@@ -20,6 +19,7 @@ from parity.model.training.loss import (
     objective,
     teacher_labels,
 )
+from parity.model.training.vocabulary import DraftVocab
 
 if TYPE_CHECKING:
     from tests.peers.conftest import Bench

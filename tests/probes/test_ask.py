@@ -215,7 +215,7 @@ def test_what_another_finding_explains_is_not_judged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("planted", "cause", "probe", "seen"),
+    ("injected", "cause", "probe", "seen"),
     [
         ("noise .1 on fc's output beside the declared noise", "noise-behind-fc", "context", "drafter"),
         ("an own head, drifted by 10 %, KL", "loss-head", "labels", "label"),
@@ -223,13 +223,13 @@ def test_what_another_finding_explains_is_not_judged() -> None:
     ],
 )
 def test_what_noise_behind_fc_and_a_head_of_ones_own_explain(
-    planted: str, cause: str, probe: str, seen: str
+    injected: str, cause: str, probe: str, seen: str
 ) -> None:
     from tests.faults import collect
 
-    (plant,) = (each for each in collect.plants() if each.name == planted and each.trainer == "builtin")
-    answers = dict(query_probes(ExaminedAdapter(plant.build()), only=[plant.probe, probe]))
-    assert [f.fault for f in answers[plant.probe].findings if f.outcome == "fail"] == [cause]
+    (fault,) = (each for each in collect.list_faults() if each.name == injected and each.trainer == "builtin")
+    answers = dict(query_probes(ExaminedAdapter(fault.build()), only=[fault.probe, probe]))
+    assert [f.fault for f in answers[fault.probe].findings if f.outcome == "fail"] == [cause]
     assert [f.outcome for f in answers[probe].findings if f.outcome == "fail"] == []
     told = [
         f.sentence for f in answers[probe].findings if f"not judged, since {cause} was found" in f.sentence
@@ -238,7 +238,7 @@ def test_what_noise_behind_fc_and_a_head_of_ones_own_explain(
 
 
 def test_a_window_is_not_judged_where_the_states_are_detached() -> None:
-    from tests.faults.injected.context import PLANTS as CONTEXT
+    from tests.faults.injected.context import FAULTS as CONTEXT
     from tests.faults.injected.frozen import DetachedContext
     from tests.faults.wiring import builtin
 
@@ -246,7 +246,7 @@ def test_a_window_is_not_judged_where_the_states_are_detached() -> None:
     assert answers["frozen"].findings[0].fault == "trained-without-gradient"
     told = [f.outcome for f in answers["context"].findings if "window" in f.sentence]
     assert "skipped" in told and "fail" not in told
-    window = next(plant for plant in CONTEXT if plant.name == "a full layer slides")
+    window = next(fault for fault in CONTEXT if fault.name == "a full layer slides")
     assert (
         dict(query_probes(ExaminedAdapter(window.build()), only=["context"]))["context"].findings[0].outcome
         == "fail"

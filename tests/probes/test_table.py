@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import parity.probes
-from parity.commands.plan import FLOORS, OPERATORS, STEPS, plan_steps
+from parity.commands.plan import CAPTURE_STEPS, FLOORS, OPERATORS, plan_steps
 from parity.gating.baseline import WIRING
 from parity.model.recipe.presets import preset
 from parity.probes.adapters.base import Adapter
@@ -103,8 +103,8 @@ def test_a_suspicion_is_in_the_table_once() -> None:
 
 @pytest.mark.parametrize("entry", TRACED, ids=name_of)
 def test_needs_of_a_trace_probe_are_captures(entry: ProbeEntry) -> None:
-    captures = {step.name for step in STEPS if step.does == "capture"}
-    replays = {step.name for step in STEPS if step.does == "replay"}
+    captures = {step.name for step in CAPTURE_STEPS if step.does == "capture"}
+    replays = {step.name for step in CAPTURE_STEPS if step.does == "replay"}
     recorded = {f"{name}{OPERATORS}" for name in captures | replays}
     assert set(entry.needs) <= captures | recorded | FLOORS.keys()
     assert plan_steps([entry])

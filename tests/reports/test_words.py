@@ -146,7 +146,7 @@ def test_what_breaks_is_named_in_its_place() -> None:
 
 
 def test_a_number_in_a_sentence_has_two_digits_unless_more_are_given() -> None:
-    assert [words.format_number(value) for value in (0.004512, 1.25e-6, 3.0, math.inf)] == [
+    assert [words.format_number(value) for value in (0.004512, 1.24e-6, 3.0, math.inf)] == [
         "0.0045",
         "1.2e-06",
         "3",

@@ -1,7 +1,7 @@
-"""Who reads a drafter's checkpoint: our own code, z-lab's `dflash` package, speculators.
+"""Readers of a drafter's checkpoint: our own code, z-lab's `dflash` package, speculators.
 
     for reader in list_peer_readers("zlab"):
-        hidden = reader.compute_hidden(folder, look, fc_input, table)     # [A, B, D], or ReaderRefusal / ReaderUnavailable
+        hidden = reader.compute_hidden(folder, look, fc_input, table)     # [A, B, D]
 
 Each loads the folder by its own code and computes the blocks of a row: what enters its head. Peers are imported where
 they are installed (`make peers`); nothing is fetched: a verifier that the checkpoint names is not looked up.
@@ -12,28 +12,32 @@ Shapes: S tokens, A anchors, B slots, D width, F features of fc.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.dflash.drafter import block_ids
 from parity.model.dflash.export import AmbiguityAnswers, ImportedCheckpoint, load_checkpoint
 from parity.model.dflash.mask import training_layout
+from parity.model.training.anchors import block_ids
 from parity.probes.instruments.drafter.receptive_field import ProbeBatch
 
 
 class ReaderUnavailable(Exception):
-    """A reader that cannot be asked, and why."""
+    """A reader that is not available, and why."""
 
 
 class ReaderRefusal(Exception):
-    """A reader that does not take the checkpoint, and what it says."""
+    """A reader that does not take the checkpoint, and its message."""
 
 
 def import_checkpoint(folder: Path, partial: bool) -> ImportedCheckpoint:
-    """The checkpoint by our reader. partial: whether a share of each head that turns is read as vLLM reads it."""
+    """The checkpoint by our reader.
+
+    Args:
+        folder: of the checkpoint.
+        partial: whether a share of each head that turns is read as vLLM reads it.
+    """
     return load_checkpoint(folder, AmbiguityAnswers(partial_rotary=True) if partial else None)
 
 
@@ -47,7 +51,14 @@ class OwnReader:
 
     @torch.no_grad()
     def compute_hidden(self, folder: Path, look: ProbeBatch, fc_input: Tensor, table: Tensor) -> Tensor:
-        """All blocks in one training pass, by the checkpoint's own block size and mask token."""
+        """[A, B, D] of all blocks in one training pass, by the checkpoint's own block size and mask token.
+
+        Args:
+            folder: of the checkpoint, which `read` was made from.
+            look: the row and its anchors.
+            fc_input: [S, F] what enters fc.
+            table: [V, D] the embedding's rows.
+        """
         del folder
         drafter = self.read.drafter.float() if fc_input.dtype != torch.float64 else self.read.drafter.double()
         size, batch = drafter.config.block_size, look.batch
@@ -70,7 +81,7 @@ class ZlabReader:
         except ImportError as error:
             raise ReaderUnavailable("not installed (make peers)") from error
         with _as_refusal(self.name), silence_transformers():
-            model: Any = DFlashDraftModel.from_pretrained(str(folder), dtype=torch.float32).eval()
+            model = DFlashDraftModel.from_pretrained(str(folder), dtype=torch.float32).eval()
         batch, rows = look.batch, []
         for anchor in look.anchors.tolist():
             before = (batch.document == batch.document[anchor]) & (batch.position < batch.position[anchor])
@@ -106,7 +117,7 @@ class SpeculatorsReader:
             config.transformer_layer_config._attn_implementation = (
                 "sdpa"  # its default, flex, takes 12 s on a CPU
             )
-            model: Any = core.DFlashDraftModel.from_pretrained(str(folder), config=config).eval()
+            model = core.DFlashDraftModel.from_pretrained(str(folder), config=config).eval()
         model.embed_tokens.weight.data.copy_(table.detach())
         batch, ones = look.batch, torch.ones_like(look.batch.tokens)[None]
         valid = torch.ones(len(look.anchors), dtype=torch.bool)
@@ -146,7 +157,7 @@ def _as_refusal(name: str) -> Iterator[None]:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """No progress bars and load reports of transformers'."""
+    """For a while no progress bars and load reports of transformers."""
     from transformers.utils import logging
 
     shown, said = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -161,5 +172,5 @@ def silence_transformers() -> Iterator[None]:
 
 
 def list_peer_readers(layout: str) -> tuple[ZlabReader | SpeculatorsReader, ...]:
-    """Other projects' readers of a layout."""
+    """Other projects' readers of a layout: `zlab` or `speculators`."""
     return (ZlabReader(),) if layout == "zlab" else (SpeculatorsReader(),)

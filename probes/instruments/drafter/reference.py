@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parity.model.dflash.config import DrafterConfig, RopeConfig
+from parity.model.drafting.proposer import DrafterShape
 from parity.model.recipe.config import Recipe
 from parity.model.training.data import Batch
 
@@ -88,7 +89,7 @@ class DrafterHypothesis:
     reversed_slices: bool = False
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe, configured: DrafterConfig | None = None) -> "DrafterHypothesis":
+    def from_recipe(cls, recipe: Recipe, configured: DrafterShape | None = None) -> "DrafterHypothesis":
         """What is declared.
 
         Args:
@@ -105,7 +106,7 @@ class DrafterHypothesis:
             for kind in recipe.attention.layers
         )
         reading = cls(layers=layers, mask_token_id=recipe.block.mask_token_id)
-        if configured is None:
+        if not isinstance(configured, DrafterConfig):
             return reading
         return replace(reading, rope=configured.rope, eps=configured.rms_norm_eps)
 

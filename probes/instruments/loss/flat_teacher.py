@@ -17,7 +17,7 @@ TOP_RANGE = (0.15, 0.5)
 """What is taken where the final norm fixes the scale."""
 TRIED = 160
 """Tokens tried for labels that the draft does not give."""
-STEPS = 24
+ANGLES = 24
 """Directions tried between a random one and the wanted token's row."""
 RIDGE = 0.1
 """Of the mean variance of the head's rows along a direction."""
@@ -46,7 +46,7 @@ class LogitDirections:
 
     @classmethod
     def of(cls, head: Tensor) -> "LogitDirections":
-        """Of a head; `TRIED` tokens are looked at.
+        """Of a head; `TRIED` tokens are tried.
 
         Args:
             head: [V, D].
@@ -138,8 +138,8 @@ def _mix_states(
     mixed, logits = aim.clone(), towards.clone()
     # From flat to sharp, each state stops at the first angle at which its token leads clearly.
     left = torch.arange(len(wanted))
-    for step in range(1, STEPS):
-        angle = torch.tensor(torch.pi / 2 * step / STEPS)
+    for step in range(1, ANGLES):
+        angle = torch.tensor(torch.pi / 2 * step / ANGLES)
         tried = angle.sin() * towards[left] + angle.cos() * away[left]
         direction = angle.sin() * aim[left] + angle.cos() * noise[left]
         if scale is None:

@@ -125,6 +125,7 @@ class HeadGradients:
         Raises:
             AdapterError: the loss does not depend on the hidden states, or something is not finite.
         """
+        # One backward pass down to the hidden states, and no further.
         (gradient,) = torch.autograd.grad(shown.loss, shown.hidden, allow_unused=True, retain_graph=True)
         if gradient is None:
             raise AdapterError(
@@ -135,6 +136,7 @@ class HeadGradients:
             raise AdapterError(
                 "step", "finite hidden states, head and gradient", "values that are not finite"
             )
+        # A slot that is not trained has a gradient of exactly 0.
         block, slot = (gradient != 0).any(-1).nonzero(as_tuple=True)
         return cls(
             block=block.cpu(),
@@ -152,14 +154,8 @@ class HeadGradients:
 
     def part(self, rows: Tensor) -> "HeadGradients":
         """Some of the slots. rows: [m] which."""
-        return replace(
-            self,
-            block=self.block[rows],
-            slot=self.slot[rows],
-            index=self.index[rows],
-            gradient=self.gradient[rows],
-            hidden=self.hidden[rows],
-        )
+        by_slot = ("block", "slot", "index", "gradient", "hidden")
+        return replace(self, **{name: getattr(self, name)[rows] for name in by_slot})
 
     def round_to_head_dtype(self) -> "HeadGradients | None":
         """The same with logits rounded to the head's dtype, None where that has more than 16 bits."""

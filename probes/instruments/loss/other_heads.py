@@ -3,7 +3,7 @@
     find_trained_head(subject, shown)            # a head at which the loss has a gradient, or None
     list_head_pairs(subject, batch, shown)      # pairs of a draft's and a teacher's head to be tried, likely ones first
 
-A drafter's own head is a parameter [V, D]; the target's is the reference's. Nothing is believed of names: a pair counts
+A drafter's own head is a parameter [V, D]; the target's is the reference's. Names are not trusted: a pair counts
 where it explains the gradient, a head trains where the loss has a gradient there.
 
 Shapes: V draft vocabulary, Vt the target's, D width.

@@ -1,4 +1,4 @@
-"""The mixture of terms, the law of the weights and the denominator that a step's gradient shows.
+"""The mixture of terms, the law of the weights and the denominator behind a step's gradient.
 
     reading = estimate_mixture(subject, crafted, at)                    # terms, temperature, source of labels
     reading, law, slots = choose_mixture_with_law(subject, crafted, at, reading)
@@ -344,11 +344,10 @@ def find_weight_law(
     slot0 = float(weights[zero].mean() / first) if zero.any() and first else 0.0
     total = (float(law.raw.sum()) if law.sum is None else law.sum) + float(weights[zero].sum()) / law.scale
     # Terms that are not in the mixture, and how much of them would not be seen.
-    possible = ("smoothing", "kl", "rkl") if reading.teacher is not None else ("smoothing",)
-    others = [name for name in possible if name not in reading.fit.shares]
-    more = [name for name in others if name != "smoothing"]
+    soft = [] if reading.teacher is None else ["kl", "rkl"]
+    more = [name for name in soft if name not in reading.fit.shares]
     columns = {**reading.columns, **at.columns(more, reading.labels, reading.teacher, heat=reading.heat)}
-    others = [name for name in others if name in columns]
+    others = [name for name in ("smoothing", *more) if name in columns and name not in reading.fit.shares]
     # The denominator follows from the scale and the declared factors; a factor T^2 makes another of it.
     terms, errors = _by_name(reading)
     declared = subject.recipe.loss.terms
@@ -420,6 +419,7 @@ def _reductions(
         total: sum of the weights, slot 0 included.
         denominator: as measured.
     """
+    # Reductions by the recipe's names, then other sums that trainers divide by.
     blocks = at.shape[0]
     known = {
         "weighted_mean": total,

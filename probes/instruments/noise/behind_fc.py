@@ -7,7 +7,8 @@ the difference of both draws put in beforehand, so that fc is fed the first seed
 still differs in the drafts then came in behind fc's input. How far rounding moves them is measured beside it: under the
 first seed, with states moved by a few units in their last place.
 
-Noise that is no sum (a dropout of states) cannot be put in beforehand: the input is not met, and the limit says so.
+Noise that is no sum (a dropout of states) cannot be put in beforehand: the input is not met, and the limit grows with
+it.
 """
 
 from collections.abc import Callable, Sequence

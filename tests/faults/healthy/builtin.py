@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from tests.faults.wiring import Healthy, builtin
+from tests.faults.wiring import HealthyVariant, builtin
 
-VARIANTS: dict[str, dict[str, Any]] = {
+CHANGES: dict[str, dict[str, Any]] = {
     "unit": {},
     "uniform noise": {"recipe.noise": {"kind": "uniform", "std": 0.05}},
     "faint gaussian noise": {"recipe.noise": {"kind": "gaussian", "std": 0.001}},
@@ -89,8 +89,8 @@ EMBEDDED: dict[str, dict[str, Any]] = {"tiny, bf16": BF16 | WHOLE_HEADS}
 
 def _variant(
     name: str, changes: dict[str, Any], preset_name: str = "unit", unshown: tuple[str, ...] = ()
-) -> Healthy:
-    return Healthy(
+) -> HealthyVariant:
+    return HealthyVariant(
         name=name,
         trainer="builtin",
         build=lambda: builtin(changes, preset_name=preset_name),
@@ -98,8 +98,8 @@ def _variant(
     )
 
 
-HEALTHY = (
-    *(_variant(name, changes) for name, changes in (VARIANTS | LOSSES | WIRINGS).items()),
+VARIANTS = (
+    *(_variant(name, changes) for name, changes in (CHANGES | LOSSES | WIRINGS).items()),
     *(_variant(name, changes, unshown=("teacher",)) for name, changes in WITHOUT_TEACHER.items()),
     *(_variant(name, changes, preset_name="tiny") for name, changes in EMBEDDED.items()),
 )

@@ -5,11 +5,11 @@ from typing import Any
 
 from parity.probes.adapters.base import Adapter
 from tests.faults.injected.decode import hybrid
-from tests.faults.wiring import Healthy, builtin
+from tests.faults.wiring import HealthyVariant, builtin
 
 SLIDING: dict[str, Any] = {"recipe.attention": {"layers": ["sliding", "full"], "window": 6}}
 ALL_SLIDE: dict[str, Any] = {"recipe.attention": {"layers": ["sliding", "sliding"], "window": 6}}
-VARIANTS: dict[str, dict[str, Any] | Callable[[], dict[str, Any]]] = {
+CHANGES: dict[str, dict[str, Any] | Callable[[], dict[str, Any]]] = {
     "a sliding layer, causal": SLIDING | {"recipe.block.within": "sliding_causal"},
     "all layers slide, bidirectional": ALL_SLIDE,
     "all layers slide, causal": ALL_SLIDE | {"recipe.block.within": "causal"},
@@ -59,7 +59,13 @@ def _tiny(changes: dict[str, Any]) -> Callable[[], Adapter]:
     return lambda: builtin(changes, preset_name="tiny")
 
 
-HEALTHY = (
-    *(Healthy(name=name, trainer="builtin", build=_unit(changes)) for name, changes in VARIANTS.items()),
-    *(Healthy(name=name, trainer="builtin", build=_tiny(changes)) for name, changes in EMBEDDED.items()),
+VARIANTS = (
+    *(
+        HealthyVariant(name=name, trainer="builtin", build=_unit(changes))
+        for name, changes in CHANGES.items()
+    ),
+    *(
+        HealthyVariant(name=name, trainer="builtin", build=_tiny(changes))
+        for name, changes in EMBEDDED.items()
+    ),
 )

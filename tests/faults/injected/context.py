@@ -12,12 +12,13 @@ from torch import Tensor
 
 from parity.model.dflash import mask
 from parity.model.dflash.config import RopeConfig
-from parity.model.dflash.drafter import RMSNorm, Rope, block_ids
-from parity.model.dflash.mask import CONTEXT, PADDING, BlockLayout, TokenPlaces, VisibilityRule
+from parity.model.dflash.drafter import RMSNorm, Rope
+from parity.model.dflash.mask import CONTEXT, BlockLayout, TokenPlaces, VisibilityRule
 from parity.model.dflash.step import TrainingStep
+from parity.model.training.anchors import PADDING, block_ids
 from parity.model.training.data import Batch
 from parity.probes.adapters.builtin import Builtin
-from tests.faults.wiring import planted
+from tests.faults.wiring import inject_fault
 
 RIGHT = mask.visible
 
@@ -217,12 +218,12 @@ class NoContextNorm(TrainingStep):
 def _rules(change: Callable[[int, VisibilityRule], VisibilityRule]) -> Callable[[Builtin], None]:
     """Other rules in the drafter's layers, before anything else is made of them."""
 
-    def plant(adapter: Builtin) -> None:
-        config = adapter.trainer.drafter.config
+    def inject(adapter: Builtin) -> None:
+        config: Any = adapter.trainer.drafter.config
         layers = tuple(change(index, rule) for index, rule in enumerate(config.layers))
         adapter.trainer.drafter.config = replace(config, layers=layers)
 
-    return plant
+    return inject
 
 
 def _causal(*which: int, causal: bool = True) -> Callable[[Builtin], None]:
@@ -234,20 +235,20 @@ def _window(change: Callable[[int, int | None], int | None]) -> Callable[[Builti
 
 
 def _rope(rope: RopeConfig) -> Callable[[Builtin], None]:
-    def plant(adapter: Builtin) -> None:
-        drafter = adapter.trainer.drafter
+    def inject(adapter: Builtin) -> None:
+        drafter: Any = adapter.trainer.drafter
         drafter.rope = Rope(rope, drafter.config.head_dim)
 
-    return plant
+    return inject
 
 
 def _epsilon(value: float) -> Callable[[Builtin], None]:
-    def plant(adapter: Builtin) -> None:
+    def inject(adapter: Builtin) -> None:
         for module in adapter.trainer.drafter.modules():
             if isinstance(module, RMSNorm):
                 module.eps = value
 
-    return plant
+    return inject
 
 
 class LargerEmbeddings(TrainingStep):
@@ -261,61 +262,61 @@ SLIDING = {"recipe.attention": {"layers": ["sliding", "full"], "window": 6}}
 ALL_SLIDE = {"recipe.attention": {"layers": ["sliding", "sliding"], "window": 6}}
 BF16 = {"run.precision.autocast": "bfloat16", "recipe.target.dtype": "bfloat16"}
 
-_plant = partial(planted, "context")
+_fault = partial(inject_fault, "context")
 
 
-PLANTS = (
-    _plant("the anchor's own state is seen", "context-anchor", AnchorsState),
-    _plant("the mask forgets the anchor", "context-future", EverythingBehind),
-    _plant("each slot sees up to itself", "context-future", UpToTheSlot),
-    _plant("documents are not told apart", "context-documents", OtherDocuments),
-    _plant("one document sees one state of another", "context-documents", OneDocumentsLastToken),
-    _plant(
+FAULTS = (
+    _fault("the anchor's own state is seen", "context-anchor", AnchorsState),
+    _fault("the mask forgets the anchor", "context-future", EverythingBehind),
+    _fault("each slot sees up to itself", "context-future", UpToTheSlot),
+    _fault("documents are not told apart", "context-documents", OtherDocuments),
+    _fault("one document sees one state of another", "context-documents", OneDocumentsLastToken),
+    _fault(
         "one document sees one state of another, bfloat16", "context-documents", OneDocumentsLastToken, BF16
     ),
-    _plant("padding is seen", "context-padding", Padding),
-    _plant("a bool mask is added", "mask-ignored", MaskThatIsAdded),
-    _plant("first state missing", "context-edge", FirstTokenMissing),
-    _plant("last state missing", "context-edge", EndsEarly),
-    _plant("blocks of a document see each other", "block-other", OtherBlocks),
-    _plant("a slot sees the next block's anchor", "block-other", NextBlocksAnchor),
-    _plant("slot 1 holds the next token", "block-tokens", SlotsTakeText),
-    _plant("slot 0 holds the mask token", "block-anchor", NoAnchorToken),
-    _plant("token 0 fills the slots", "mask-token", OtherMaskToken),
-    _plant("window counted from the anchor", "window-from", FromTheAnchor, ALL_SLIDE),
-    _plant("window counted from the anchor in one layer", "window-from", FromTheAnchor, SLIDING),
-    _plant("window of 7 for 6", "window-size", then=_window(lambda _, w: 7), changes=ALL_SLIDE),
-    _plant(
+    _fault("padding is seen", "context-padding", Padding),
+    _fault("a bool mask is added", "mask-ignored", MaskThatIsAdded),
+    _fault("first state missing", "context-edge", FirstTokenMissing),
+    _fault("last state missing", "context-edge", EndsEarly),
+    _fault("blocks of a document see each other", "block-other", OtherBlocks),
+    _fault("a slot sees the next block's anchor", "block-other", NextBlocksAnchor),
+    _fault("slot 1 holds the next token", "block-tokens", SlotsTakeText),
+    _fault("slot 0 holds the mask token", "block-anchor", NoAnchorToken),
+    _fault("token 0 fills the slots", "mask-token", OtherMaskToken),
+    _fault("window counted from the anchor", "window-from", FromTheAnchor, ALL_SLIDE),
+    _fault("window counted from the anchor in one layer", "window-from", FromTheAnchor, SLIDING),
+    _fault("window of 7 for 6", "window-size", then=_window(lambda _, w: 7), changes=ALL_SLIDE),
+    _fault(
         "window of 7 for 6, bfloat16", "window-size", then=_window(lambda _, w: 7), changes=ALL_SLIDE | BF16
     ),
-    _plant(
+    _fault(
         "window of 5 for 6 in one layer",
         "window-size",
         then=_window(lambda layer, w: 5 if layer == 0 else w),
         changes=ALL_SLIDE,
     ),
-    _plant(
+    _fault(
         "one sliding layer is full",
         "window-ignored",
         then=_window(lambda layer, w: None if layer == 0 else w),
         changes=ALL_SLIDE,
     ),
-    _plant("a full layer slides", "window-undeclared", then=_window(lambda layer, w: w or 8)),
-    _plant("one layer of two is causal", "within-block", then=_causal(1)),
-    _plant("one layer of two is causal, bfloat16", "within-block", changes=BF16, then=_causal(1)),
-    _plant("all layers are causal", "within-block", then=_causal(0, 1)),
-    _plant(
+    _fault("a full layer slides", "window-undeclared", then=_window(lambda layer, w: w or 8)),
+    _fault("one layer of two is causal", "within-block", then=_causal(1)),
+    _fault("one layer of two is causal, bfloat16", "within-block", changes=BF16, then=_causal(1)),
+    _fault("all layers are causal", "within-block", then=_causal(0, 1)),
+    _fault(
         "one causal layer is not",
         "within-block",
         changes={"recipe.block.within": "causal"},
         then=_causal(0, causal=False),
     ),
-    _plant("block one position too high", "block-positions", OneTooHigh),
-    _plant("block one position too high, bfloat16", "block-positions", OneTooHigh, BF16),
-    _plant("all slots at the anchor's position", "block-positions", AllAtTheAnchor),
-    _plant("rope base 1e6", "rope-base", then=_rope(RopeConfig(rope_theta=1e6))),
-    _plant("half of each head turns", "rope-part", then=_rope(RopeConfig(partial_rotary_factor=0.5))),
-    _plant("epsilon 1e-5", "norm-epsilon", then=_epsilon(1e-5)),
-    _plant("no norm behind fc", "context-norm", NoContextNorm),
-    _plant("embeddings one percent too large", "drafter-not-recognised", LargerEmbeddings),
+    _fault("block one position too high", "block-positions", OneTooHigh),
+    _fault("block one position too high, bfloat16", "block-positions", OneTooHigh, BF16),
+    _fault("all slots at the anchor's position", "block-positions", AllAtTheAnchor),
+    _fault("rope base 1e6", "rope-base", then=_rope(RopeConfig(rope_theta=1e6))),
+    _fault("half of each head turns", "rope-part", then=_rope(RopeConfig(partial_rotary_factor=0.5))),
+    _fault("epsilon 1e-5", "norm-epsilon", then=_epsilon(1e-5)),
+    _fault("no norm behind fc", "context-norm", NoContextNorm),
+    _fault("embeddings one percent too large", "drafter-not-recognised", LargerEmbeddings),
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
-from tests.faults.wiring import planted
+from tests.faults.wiring import inject_fault
 
 
 class RowBudget(TrainingStep):
@@ -98,20 +98,20 @@ class Half(TrainingStep):
         self.anchor_config = replace(self.anchor_config, budget=self.recipe.block.anchors // 2)
 
 
-_plant = partial(planted, "coverage")
+_fault = partial(inject_fault, "coverage")
 
 
-PLANTS = (
-    _plant("one budget for the row", "anchors-starved", RowBudget),
-    _plant("the row's budget spent from the left", "anchors-starved", FirstDocuments),
-    _plant("half of the declared anchors", "anchors-starved", Half, {"recipe.block.anchors": 32}),
-    _plant("anchors in prompts", "anchors-masked", NoMask),
-    _plant("anchors on padding", "anchors-padding", Padding),
-    _plant("the same anchors in every epoch", "anchors-frozen", Frozen),
-    _plant("anchors from an unseeded generator", "anchors-unseeded", Unseeded),
-    _plant("anchors drawn twice", "anchors-repeated", Twice),
-    _plant(
+FAULTS = (
+    _fault("one budget for the row", "anchors-starved", RowBudget),
+    _fault("the row's budget spent from the left", "anchors-starved", FirstDocuments),
+    _fault("half of the declared anchors", "anchors-starved", Half, {"recipe.block.anchors": 32}),
+    _fault("anchors in prompts", "anchors-masked", NoMask),
+    _fault("anchors on padding", "anchors-padding", Padding),
+    _fault("the same anchors in every epoch", "anchors-frozen", Frozen),
+    _fault("anchors from an unseeded generator", "anchors-unseeded", Unseeded),
+    _fault("anchors drawn twice", "anchors-repeated", Twice),
+    _fault(
         "anchors at the beginning of documents only", "anchors-uneven", Beginnings, {"recipe.block.size": 8}
     ),
-    _plant("no budget", "anchors-budget", NoBudget),
+    _fault("no budget", "anchors-budget", NoBudget),
 )

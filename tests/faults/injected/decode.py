@@ -15,13 +15,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from parity.model.dflash import decode
 from parity.model.dflash.config import RopeConfig
 from parity.model.dflash.drafter import ContextCache, Drafter, Rope
 from parity.model.dflash.mask import VisibilityRule
+from parity.model.drafting import decode
 from parity.model.tiny import embedded
 from parity.probes.adapters.builtin import Builtin
-from tests.faults.wiring import Plant, builtin
+from tests.faults.wiring import InjectedFault, builtin
 
 Change = Callable[[Builtin], None]
 
@@ -29,39 +29,40 @@ Change = Callable[[Builtin], None]
 def _drafting(change: Callable[..., tuple[Tensor, Tensor]]) -> Change:
     """Another block at inference: `change(embeddings [A, B, D], position [A])`."""
 
-    def plant(adapter: Builtin) -> None:
-        drafter = adapter.trainer.drafter
+    def inject(adapter: Builtin) -> None:
+        drafter: Any = adapter.trainer.drafter
         right = drafter.draft
 
         def draft(cache: ContextCache, embeddings: Tensor, position: Tensor, document: Tensor) -> Tensor:
             embeddings, position = change(embeddings, position)
-            return right(cache, embeddings, position, document)
+            made: Tensor = right(cache, embeddings, position, document)
+            return made
 
-        drafter.draft = draft  # type: ignore[method-assign, assignment]
+        drafter.draft = draft
 
-    return plant
+    return inject
 
 
 def _caching(change: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]) -> Change:
     """Other states in the cache: `change(states [n, C * D], position [n], document [n])`."""
 
-    def plant(adapter: Builtin) -> None:
-        drafter = adapter.trainer.drafter
+    def inject(adapter: Builtin) -> None:
+        drafter: Any = adapter.trainer.drafter
         right = drafter.extend
 
         def extend(cache: ContextCache, states: Tensor, position: Tensor, document: Tensor) -> None:
             right(cache, *change(states, position, document))
 
-        drafter.extend = extend  # type: ignore[method-assign]
+        drafter.extend = extend
 
-    return plant
+    return inject
 
 
 def _differing(**attributes: Callable[[Drafter], Any]) -> Change:
     """Other attributes of the drafter while it drafts and while it fills its cache."""
 
-    def plant(adapter: Builtin) -> None:
-        drafter = adapter.trainer.drafter
+    def inject(adapter: Builtin) -> None:
+        drafter: Any = adapter.trainer.drafter
 
         @contextmanager
         def inference() -> Any:
@@ -83,7 +84,7 @@ def _differing(**attributes: Callable[[Drafter], Any]) -> Change:
 
             setattr(drafter, method, changed)
 
-    return plant
+    return inject
 
 
 def _rules(change: Callable[[int, VisibilityRule], VisibilityRule]) -> Change:
@@ -103,7 +104,7 @@ def _scaled(embeddings: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _filled_with(token: int) -> Change:
-    def plant(adapter: Builtin) -> None:
+    def inject(adapter: Builtin) -> None:
         def change(embeddings: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
             made = embeddings.clone()
             made[:, 1:] = adapter.trainer.parts.embed[token].to(made)
@@ -111,7 +112,7 @@ def _filled_with(token: int) -> Change:
 
         _drafting(change)(adapter)
 
-    return plant
+    return inject
 
 
 def _reversed_slices(states: Tensor, position: Tensor, document: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,9 +143,9 @@ def _head_scaled(adapter: Builtin) -> None:
 
 def _capped(adapter: Builtin) -> None:
     """Inference caps its hidden states, training does not."""
-    drafter = adapter.trainer.drafter
+    drafter: Any = adapter.trainer.drafter
     right = drafter.draft
-    drafter.draft = lambda *args, **options: 3 * torch.tanh(right(*args, **options) / 3)  # type: ignore[method-assign]
+    drafter.draft = lambda *args, **options: 3 * torch.tanh(right(*args, **options) / 3)
 
 
 @cache
@@ -200,11 +201,11 @@ class AcceptsOneMore(Builtin):
     def generate(self, prompt: Sequence[int], new_tokens: int) -> tuple[Sequence[int], Sequence[int]]:
         right = decode.accept_greedy
 
-        def planted(drafts: Tensor, logits: Tensor) -> tuple[int, int]:
+        def changed(drafts: Tensor, logits: Tensor) -> tuple[int, int]:
             matched, bonus = right(drafts, logits)
             return min(matched + 1, len(drafts)), bonus
 
-        with patch.object(decode, "accept_greedy", planted):
+        with patch.object(decode, "accept_greedy", changed):
             return super().generate(prompt, new_tokens)
 
 
@@ -217,68 +218,68 @@ BF16 = {"run.precision.autocast": "bfloat16", "recipe.target.dtype": "bfloat16"}
 NONE: dict[str, Any] = {}
 
 
-def _plant(
+def _fault(
     name: str, deviation: str, then: Change, changes: dict[str, Any] | Callable[[], Any] = NONE
-) -> Plant:
+) -> InjectedFault:
     def build() -> Builtin:
         return builtin(changes() if callable(changes) else changes, then=then)
 
-    return Plant(name=name, trainer="builtin", deviation=deviation, probe="decode", build=build)
+    return InjectedFault(name=name, trainer="builtin", deviation=deviation, probe="decode", build=build)
 
 
-PLANTS = (
-    _plant("drafted one position too high", "decode-positions", _drafting(lambda e, p: (e, p + 1))),
-    _plant("drafted one position too low", "decode-positions", _drafting(lambda e, p: (e, p - 1))),
-    _plant("rope base 1e6 at inference", "decode-rope", _rope(RopeConfig(rope_theta=1e6))),
-    _plant(
+FAULTS = (
+    _fault("drafted one position too high", "decode-positions", _drafting(lambda e, p: (e, p + 1))),
+    _fault("drafted one position too low", "decode-positions", _drafting(lambda e, p: (e, p - 1))),
+    _fault("rope base 1e6 at inference", "decode-rope", _rope(RopeConfig(rope_theta=1e6))),
+    _fault(
         "half of each head turns at inference", "decode-rope", _rope(RopeConfig(partial_rotary_factor=0.5))
     ),
-    _plant(
+    _fault(
         "drafted one position too high, bfloat16",
         "decode-positions",
         _drafting(lambda e, p: (e, p + 1)),
         BF16,
     ),
-    _plant(
+    _fault(
         "last state cropped, bfloat16",
         "decode-context",
         _caching(lambda s, p, d: (s[:-1], p[:-1], d[:-1])),
         BF16,
     ),
-    _plant("last state cropped", "decode-context", _caching(lambda s, p, d: (s[:-1], p[:-1], d[:-1]))),
-    _plant("last three states cropped", "decode-context", _caching(lambda s, p, d: (s[:-3], p[:-3], d[:-3]))),
-    _plant("first state not cached", "decode-context", _caching(lambda s, p, d: (s[1:], p[1:], d[1:]))),
-    _plant(
+    _fault("last state cropped", "decode-context", _caching(lambda s, p, d: (s[:-1], p[:-1], d[:-1]))),
+    _fault("last three states cropped", "decode-context", _caching(lambda s, p, d: (s[:-3], p[:-3], d[:-3]))),
+    _fault("first state not cached", "decode-context", _caching(lambda s, p, d: (s[1:], p[1:], d[1:]))),
+    _fault(
         "causal at inference",
         "decode-within",
         _rules(lambda index, rule: replace(rule, causal=True)),
     ),
-    _plant(
+    _fault(
         "one layer causal at inference",
         "decode-within",
         _rules(lambda index, rule: replace(rule, causal=index == 0)),
     ),
-    _plant(
+    _fault(
         "no window at inference",
         "decode-window",
         _rules(lambda index, rule: replace(rule, window=None)),
         ALL_SLIDE,
     ),
-    _plant(
+    _fault(
         "window of 7 for 6 at inference",
         "decode-window",
         _rules(lambda index, rule: replace(rule, window=7)),
         ALL_SLIDE,
     ),
-    _plant("slices in reverse at inference", "decode-slices", _caching(_reversed_slices)),
-    _plant("slices rolled at inference", "decode-slices", _caching(_shifted_slices)),
-    _plant("embeddings times sqrt(D) at inference", "decode-embedding", _drafting(_scaled)),
-    _plant("token 0 fills the slots at inference", "decode-mask-token", _filled_with(0)),
-    _plant("trained with a tied head, served with the target's", "decode-head", _tied_in_training),
-    _plant("head's rows one off", "decode-head", _head_off),
-    _plant("logits doubled at inference", "decode-head", _head_scaled),
-    _plant("angles end at position 300", "decode-long", _caching(_short_table)),
-    _plant("hidden states capped at inference", "decode-not-recognised", _capped),
-    _plant("recurrent states cropped", "recurrent-state", _crops, hybrid),
-    _plant("one draft too many accepted", "verification", _accepts_more),
+    _fault("slices in reverse at inference", "decode-slices", _caching(_reversed_slices)),
+    _fault("slices rolled at inference", "decode-slices", _caching(_shifted_slices)),
+    _fault("embeddings times sqrt(D) at inference", "decode-embedding", _drafting(_scaled)),
+    _fault("token 0 fills the slots at inference", "decode-mask-token", _filled_with(0)),
+    _fault("trained with a tied head, served with the target's", "decode-head", _tied_in_training),
+    _fault("head's rows one off", "decode-head", _head_off),
+    _fault("logits doubled at inference", "decode-head", _head_scaled),
+    _fault("angles end at position 300", "decode-long", _caching(_short_table)),
+    _fault("hidden states capped at inference", "decode-not-recognised", _capped),
+    _fault("recurrent states cropped", "recurrent-state", _crops, hybrid),
+    _fault("one draft too many accepted", "verification", _accepts_more),
 )

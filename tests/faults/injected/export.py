@@ -15,7 +15,7 @@ from torch import Tensor
 from parity.model.dflash.config import RopeConfig
 from parity.model.dflash.drafter import Rope
 from parity.probes.adapters.builtin import Builtin
-from tests.faults.wiring import Plant, builtin
+from tests.faults.wiring import InjectedFault, builtin
 
 Change = Callable[[Builtin], None]
 
@@ -23,7 +23,7 @@ Change = Callable[[Builtin], None]
 def _written(edit: Callable[[Path], None]) -> Change:
     """The folder is edited after it was written."""
 
-    def plant(adapter: Builtin) -> None:
+    def inject(adapter: Builtin) -> None:
         class Edited(type(adapter)):  # type: ignore[misc]
             def export(self, folder: Path) -> str:
                 layout: str = super().export(folder)
@@ -32,7 +32,7 @@ def _written(edit: Callable[[Path], None]) -> Change:
 
         adapter.__class__ = Edited
 
-    return plant
+    return inject
 
 
 def _config(change: Callable[[dict[str, Any]], Any]) -> Change:
@@ -71,7 +71,7 @@ def _ids(step: int) -> Change:
 
 def _one_layer_causal(adapter: Builtin) -> None:
     """The file says that all layers are bidirectional, one is not."""
-    drafter = adapter.trainer.drafter
+    drafter: Any = adapter.trainer.drafter
     right = drafter.config
     drafter.config = replace(right, layers=(replace(right.layers[0], causal=True), *right.layers[1:]))
     _exporting_with(adapter, right)
@@ -95,7 +95,7 @@ def _exporting_with(adapter: Builtin, config: Any) -> None:
 
 def _trained_with_other_rope(adapter: Builtin) -> None:
     """The drafter turns with another base than its configuration, which is what is written, says."""
-    drafter = adapter.trainer.drafter
+    drafter: Any = adapter.trainer.drafter
     drafter.rope = Rope(RopeConfig(rope_theta=1e6), drafter.config.head_dim)
 
 
@@ -135,8 +135,8 @@ REDUCED = {"recipe.draft_vocab": {"size": 40}}
 NONE: dict[str, Any] = {}
 
 
-def _plant(name: str, deviation: str, then: Change, changes: dict[str, Any] = NONE) -> Plant:
-    return Plant(
+def _fault(name: str, deviation: str, then: Change, changes: dict[str, Any] = NONE) -> InjectedFault:
+    return InjectedFault(
         name=name,
         trainer="builtin",
         deviation=deviation,
@@ -146,7 +146,7 @@ def _plant(name: str, deviation: str, then: Change, changes: dict[str, Any] = NO
 
 
 ONLY_ZLAB = (
-    _plant(
+    _fault(
         "half of each head turns, which z-lab's package does not read",
         "export-rope",
         lambda adapter: None,
@@ -157,81 +157,81 @@ ONLY_ZLAB = (
 ASKED = (
     find_spec("dflash") is not None or os.environ.get("CI") == "true" or os.environ.get("PARITY_PEERS") == "1"
 )
-PLANTS = (
-    _plant("layer ids plus 1", "export-layer-ids", _ids(1), {"recipe.conditioning.layers": [0, 1]}),
-    _plant("layer ids minus 1", "export-layer-ids", _ids(-1), {"recipe.conditioning.layers": [1, 2]}),
-    _plant(
+FAULTS = (
+    _fault("layer ids plus 1", "export-layer-ids", _ids(1), {"recipe.conditioning.layers": [0, 1]}),
+    _fault("layer ids minus 1", "export-layer-ids", _ids(-1), {"recipe.conditioning.layers": [1, 2]}),
+    _fault(
         "layer ids in another order",
         "export-layer-ids",
         _config(lambda raw: raw["dflash_config"]["target_layer_ids"].reverse()),
     ),
-    _plant(
+    _fault(
         "speculators' ids written as decoder layers",
         "export-layer-ids",
         _config(lambda raw: raw.update(aux_hidden_state_layer_ids=[0, 1, 2])),
         REDUCED,
     ),
-    _plant(
+    _fault(
         "another mask token",
         "export-mask-token",
         _config(lambda raw: raw["dflash_config"].update(mask_token_id=0)),
     ),
-    _plant(
+    _fault(
         "no mask token",
         "export-mask-token",
         _config(lambda raw: raw["dflash_config"].pop("mask_token_id")),
     ),
-    _plant(
+    _fault(
         "B - 1 as block size",
         "export-block-size",
         _config(lambda raw: (raw.update(block_size=3), raw["dflash_config"].update(block_size=3))),
     ),
-    _plant(
+    _fault(
         "B speculative tokens",
         "export-block-size",
         _config(lambda raw: raw["speculators_config"]["proposal_methods"][0].update(speculative_tokens=4)),
         REDUCED,
     ),
-    _plant(
+    _fault(
         "rope of another base in one schema", "export-rope", _config(lambda raw: raw.update(rope_theta=1e6))
     ),
-    _plant(
+    _fault(
         "rope of another base in both schemas",
         "export-rope",
         _config(lambda raw: (raw.update(rope_theta=1e6), raw["rope_parameters"].update(rope_theta=1e6))),
     ),
-    _plant(
+    _fault(
         "no rope in the file",
         "export-rope",
         _config(lambda raw: (raw.pop("rope_theta"), raw.pop("rope_parameters"))),
     ),
-    _plant("trained with a base of 1e6, 1e4 in the file", "export-rope", _trained_with_other_rope),
-    _plant(
+    _fault("trained with a base of 1e6, 1e4 in the file", "export-rope", _trained_with_other_rope),
+    _fault(
         "window of 7 for 6", "export-attention", _config(lambda raw: raw.update(sliding_window=7)), SLIDING
     ),
-    _plant(
+    _fault(
         "sliding layers written as full",
         "export-attention",
         _config(lambda raw: raw.update(layer_types=["full_attention"] * 2)),
         SLIDING,
     ),
-    _plant("causal flag for all", "export-attention", _config(lambda raw: raw.update(is_causal=True))),
-    _plant("one causal layer that the file does not tell", "export-attention", _one_layer_causal),
-    _plant("another epsilon", "export-epsilon", _config(lambda raw: raw.update(rms_norm_eps=1e-5))),
-    _plant("weights of the step before", "export-weights", _stale),
-    _plant(
+    _fault("causal flag for all", "export-attention", _config(lambda raw: raw.update(is_causal=True))),
+    _fault("one causal layer that the file does not tell", "export-attention", _one_layer_causal),
+    _fault("another epsilon", "export-epsilon", _config(lambda raw: raw.update(rms_norm_eps=1e-5))),
+    _fault("weights of the step before", "export-weights", _stale),
+    _fault(
         "queries of two layers exchanged",
         "export-weights",
         _swap("layers.0.self_attn.q_proj.weight", "layers.1.self_attn.q_proj.weight"),
     ),
-    _plant(
+    _fault(
         "a layer's norm missing",
         "export-weights",
         _tensors(lambda held: held.pop("layers.0.input_layernorm.weight")),
     ),
-    _plant("target ids in d2t", "export-vocabulary", _tensors(_ids_for_offsets), REDUCED),
-    _plant("maps of other tokens", "export-vocabulary", _tensors(_other_tokens), REDUCED),
-    _plant(
+    _fault("target ids in d2t", "export-vocabulary", _tensors(_ids_for_offsets), REDUCED),
+    _fault("maps of other tokens", "export-vocabulary", _tensors(_other_tokens), REDUCED),
+    _fault(
         "head rows of other tokens",
         "export-shared",
         _tensors(lambda held: held.update({"lm_head.weight": held["lm_head.weight"].roll(1, 0)})),

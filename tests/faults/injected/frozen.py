@@ -9,7 +9,7 @@ from torch import Tensor
 from parity.model.dflash.mask import BlockLayout
 from parity.model.dflash.step import TrainingStep
 from parity.probes.adapters.builtin import Builtin
-from tests.faults.wiring import Plant, builtin
+from tests.faults.wiring import InjectedFault, builtin
 
 
 class DetachedContext(TrainingStep):
@@ -17,7 +17,7 @@ class DetachedContext(TrainingStep):
 
     def draft(self, fc_input: Tensor, embeddings: Tensor, layout: BlockLayout) -> Tensor:
         right = self.drafter.condition
-        self.drafter.condition = lambda states: right(states).detach()  # type: ignore[method-assign]
+        self.drafter.condition = lambda states: right(states).detach()
         try:
             return super().draft(fc_input, embeddings, layout)
         finally:
@@ -51,12 +51,12 @@ def _embedding_decays(adapter: Builtin) -> None:
 
 
 def _flag_off(*names: str) -> Callable[[Builtin], None]:
-    def plant(adapter: Builtin) -> None:
+    def inject(adapter: Builtin) -> None:
         for name, parameter in adapter.trainer.drafter.named_parameters():
             if name.startswith(names):
                 parameter.requires_grad_(False)
 
-    return plant
+    return inject
 
 
 def _norms_left_out(adapter: Builtin) -> None:
@@ -91,7 +91,7 @@ def _copies(adapter: Builtin) -> None:
 def _other(name: str, rows: int | None, std: float) -> Callable[[Builtin], None]:
     """The step's own embedding or head is not the target's, in some rows or all."""
 
-    def plant(adapter: Builtin) -> None:
+    def inject(adapter: Builtin) -> None:
         trainer = adapter.trainer
         generator = torch.Generator().manual_seed(3)
         own = (trainer.parts.embed if name == "embed" else trainer.wiring.head).detach().clone()
@@ -107,17 +107,17 @@ def _other(name: str, rows: int | None, std: float) -> Callable[[Builtin], None]
         else:
             trainer.wiring.head = own
 
-    return plant
+    return inject
 
 
-def _plant(
+def _fault(
     name: str,
     deviation: str,
     then: Callable[[Builtin], None] = lambda adapter: None,
     wiring: type[TrainingStep] = TrainingStep,
     changes: dict[str, Any] | None = None,
-) -> Plant:
-    return Plant(
+) -> InjectedFault:
+    return InjectedFault(
         name=name,
         trainer="builtin",
         deviation=deviation,
@@ -126,18 +126,18 @@ def _plant(
     )
 
 
-PLANTS = (
-    _plant("the head trains", "frozen-trains", _head_trains),
-    _plant("the embedding decays", "frozen-trains", _embedding_decays),
-    _plant("fc is frozen", "trained-frozen", _flag_off("fc")),
-    _plant("one layer is frozen", "trained-frozen", _flag_off("layers.1.")),
-    _plant("conditioning is detached", "trained-without-gradient", wiring=DetachedContext),
-    _plant("norms are not in the optimizer", "trained-not-in-optimizer", _norms_left_out),
-    _plant("the last layer is not in the optimizer", "trained-not-in-optimizer", _last_layer_left_out),
-    _plant("a layer's copies are updated", "trained-still", _copies),
-    _plant("the head is random", "head-differs", _other("head", None, 1.0)),
-    _plant("one row of the head is off by 1e-6", "head-differs", _other("head", 1, 1e-6)),
-    _plant(
+FAULTS = (
+    _fault("the head trains", "frozen-trains", _head_trains),
+    _fault("the embedding decays", "frozen-trains", _embedding_decays),
+    _fault("fc is frozen", "trained-frozen", _flag_off("fc")),
+    _fault("one layer is frozen", "trained-frozen", _flag_off("layers.1.")),
+    _fault("conditioning is detached", "trained-without-gradient", wiring=DetachedContext),
+    _fault("norms are not in the optimizer", "trained-not-in-optimizer", _norms_left_out),
+    _fault("the last layer is not in the optimizer", "trained-not-in-optimizer", _last_layer_left_out),
+    _fault("a layer's copies are updated", "trained-still", _copies),
+    _fault("the head is random", "head-differs", _other("head", None, 1.0)),
+    _fault("one row of the head is off by 1e-6", "head-differs", _other("head", 1, 1e-6)),
+    _fault(
         "a reduced head with other rows",
         "head-differs",
         _other("head", 8, 1e-3),

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.model.dflash.anchors import BlockLabels
 from parity.model.dflash.step import TrainingStep
+from parity.model.training.anchors import BlockLabels
 from parity.model.training.data import Batch
 from parity.model.training.loss import TeacherStates
 from parity.model.training.states import StepStates, SyntheticStates
 from parity.probes.adapters.builtin import Builtin
-from tests.faults.wiring import planted
+from tests.faults.wiring import inject_fault
 
 
 class AllSlices(TrainingStep):
-    """fc is fed every captured slice: design.md section 1, fault 2."""
+    """fc is fed every captured slice: fault 2 of docs/case-study.md."""
 
     def split_slices(self, captured: StepStates) -> tuple[Tensor, Tensor | None]:
         _, teacher = super().split_slices(captured)
@@ -151,48 +151,48 @@ def rounded(batch: Batch, source: Any) -> Tensor:
     return states.bfloat16().to(states)
 
 
-_plant = partial(planted, "inputs")
+_fault = partial(inject_fault, "inputs")
 
 
-PLANTS = (
-    _plant("fc fed all captured slices", "fc-teacher", AllSlices, then=wider),
-    _plant("the first slice stripped, not the last", "fc-layers", fed(1, 2, 3)),
-    _plant("one slice twice", "fc-layers", fed(0, 1, 1)),
-    _plant("two slices swapped", "fc-order", fed(1, 0, 2)),
-    _plant("slices in reverse", "fc-order", fed(2, 1, 0)),
-    _plant("a slice multiplied by 0", "fc-dead", scaled(1, 0.0)),
-    _plant("fc's columns of a slice are 0", "fc-dead", then=zero_columns),
-    _plant("a slice multiplied by 1.01", "fc-altered", scaled(2, 1.01)),
-    _plant("the final norm on the conditioning states", "fc-altered", Normed),
-    _plant("labels from the first slice", "labels-from-conditioning", teacher_from(0)),
-    _plant("a conditioning slice leaks into the teacher's", "labels-from-conditioning", TeacherBlend),
-    _plant("labels that no slice moves", "labels-without-teacher", DataLabels),
-    _plant(
+FAULTS = (
+    _fault("fc fed all captured slices", "fc-teacher", AllSlices, then=wider),
+    _fault("the first slice stripped, not the last", "fc-layers", fed(1, 2, 3)),
+    _fault("one slice twice", "fc-layers", fed(0, 1, 1)),
+    _fault("two slices swapped", "fc-order", fed(1, 0, 2)),
+    _fault("slices in reverse", "fc-order", fed(2, 1, 0)),
+    _fault("a slice multiplied by 0", "fc-dead", scaled(1, 0.0)),
+    _fault("fc's columns of a slice are 0", "fc-dead", then=zero_columns),
+    _fault("a slice multiplied by 1.01", "fc-altered", scaled(2, 1.01)),
+    _fault("the final norm on the conditioning states", "fc-altered", Normed),
+    _fault("labels from the first slice", "labels-from-conditioning", teacher_from(0)),
+    _fault("a conditioning slice leaks into the teacher's", "labels-from-conditioning", TeacherBlend),
+    _fault("labels that no slice moves", "labels-without-teacher", DataLabels),
+    _fault(
         "the capture one layer late",
         "layer-shift",
         then=layers("layer.1.out", "layer.2.out", "layer.3.out", "final.postnorm"),
     ),
-    _plant(
+    _fault(
         "one captured layer wrong",
         "layer-wrong",
         then=layers("layer.0.out", "layer.1.out", "layer.3.out", "final.postnorm"),
     ),
-    _plant(
+    _fault(
         "the teacher's state one layer early",
         "layer-wrong",
         then=layers("layer.0.out", "layer.1.out", "layer.2.out", "layer.2.out"),
     ),
-    _plant(
+    _fault(
         "two captured layers exchanged",
         "capture-order",
         then=layers("layer.1.out", "layer.0.out", "layer.2.out", "final.postnorm"),
     ),
-    _plant(
+    _fault(
         "the teacher's state before the norm",
         "capture-norm",
         then=layers("layer.0.out", "layer.1.out", "layer.2.out", "final.prenorm"),
     ),
-    _plant("states one token late", "capture-rows", then=capturing(late)),
-    _plant("states run on across documents", "capture-differs", then=capturing(across_documents)),
-    _plant("states rounded to bfloat16", "capture-differs", then=capturing(rounded)),
+    _fault("states one token late", "capture-rows", then=capturing(late)),
+    _fault("states run on across documents", "capture-differs", then=capturing(across_documents)),
+    _fault("states rounded to bfloat16", "capture-differs", then=capturing(rounded)),
 )

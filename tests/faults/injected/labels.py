@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import BlockLabels, blocks_at
 from parity.model.dflash.step import TrainingStep
+from parity.model.training.anchors import BlockLabels, blocks_at
 from parity.model.training.data import Batch
 from parity.model.training.loss import TeacherStates
-from tests.faults.wiring import planted
+from tests.faults.wiring import inject_fault
 
 
 def teacher_shifted(by: int) -> type[TrainingStep]:
@@ -146,27 +146,27 @@ KEPT: dict[str, Any] = {"recipe.block.past_holes": False}
 BLOCK8: dict[str, Any] = {"recipe.block.size": 8}
 
 
-_plant = partial(planted, "labels")
+_fault = partial(inject_fault, "labels")
 
 
-PLANTS = (
-    _plant("the teacher's state at the slot, not before it", "label-offset", teacher_shifted(1)),
-    _plant("the teacher's state two before the slot", "label-offset", teacher_shifted(-1), BLOCK8),
-    _plant("the teacher's distribution one late", "label-offset", teacher_shifted(1), KL),
-    _plant("data labels shifted twice", "label-offset", data_shifted(1), DATA),
-    _plant("labels cross documents", "label-documents", Crossing),
-    _plant("labels cross documents, from the data", "label-documents", Crossing, DATA | BLOCK8),
-    _plant("one document's labels cross", "label-documents", OneCrosses, BLOCK8),
-    _plant("padding is trained", "label-padding", IntoPadding),
-    _plant("the loss mask is not looked at", "label-prompt", NoMask),
-    _plant("the loss mask one token late", "label-prompt", LateMask, BLOCK8),
-    _plant("slots behind holes left out", "label-holes", holes(False), BLOCK8),
-    _plant("slots behind holes trained", "label-holes", holes(True), KEPT | BLOCK8),
-    _plant("the last slot never trained", "label-missing", NoLastSlot),
-    _plant("data labels where the argmax is declared", "label-source", FromData),
-    _plant("argmax labels where data is declared", "label-source", FromTeacher, BOTH),
-    _plant("labels of other blocks", "label-unknown", OtherBlocks),
-    _plant(
+FAULTS = (
+    _fault("the teacher's state at the slot, not before it", "label-offset", teacher_shifted(1)),
+    _fault("the teacher's state two before the slot", "label-offset", teacher_shifted(-1), BLOCK8),
+    _fault("the teacher's distribution one late", "label-offset", teacher_shifted(1), KL),
+    _fault("data labels shifted twice", "label-offset", data_shifted(1), DATA),
+    _fault("labels cross documents", "label-documents", Crossing),
+    _fault("labels cross documents, from the data", "label-documents", Crossing, DATA | BLOCK8),
+    _fault("one document's labels cross", "label-documents", OneCrosses, BLOCK8),
+    _fault("padding is trained", "label-padding", IntoPadding),
+    _fault("the loss mask is not looked at", "label-prompt", NoMask),
+    _fault("the loss mask one token late", "label-prompt", LateMask, BLOCK8),
+    _fault("slots behind holes left out", "label-holes", holes(False), BLOCK8),
+    _fault("slots behind holes trained", "label-holes", holes(True), KEPT | BLOCK8),
+    _fault("the last slot never trained", "label-missing", NoLastSlot),
+    _fault("data labels where the argmax is declared", "label-source", FromData),
+    _fault("argmax labels where data is declared", "label-source", FromTeacher, BOTH),
+    _fault("labels of other blocks", "label-unknown", OtherBlocks),
+    _fault(
         "unmapped ids in a reduced vocabulary",
         "label-vocabulary",
         Unmapped,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import BlockLabels
 from parity.model.dflash.step import TrainingStep
+from parity.model.training.anchors import BlockLabels
 from parity.model.training.loss import Dpace as DpaceWeights
 from parity.model.training.loss import ExpDecay as ExpWeights
 from parity.model.training.loss import (
@@ -20,7 +20,7 @@ from parity.model.training.loss import (
     slot_weights,
 )
 from parity.model.training.loss import Uniform as UniformWeights
-from tests.faults.wiring import planted
+from tests.faults.wiring import inject_fault
 
 
 def configured(**changes: Any) -> type[TrainingStep]:
@@ -110,8 +110,8 @@ class Streak(Plain):
         return super().weight(logits, labels, on) * torch.where(before, 1 + self.gain, 1.0)
 
 
-class Team(Streak):
-    """design.md section 1, fault 3: 70 % soft KL + 30 % CE, streak-aware weights, gamma 10."""
+class CaseStudyLoss(Streak):
+    """Fault 3 of docs/case-study.md: 70 % soft KL + 30 % CE, streak-aware weights, gamma 10."""
 
     def value(self, logits: Tensor, labels: Tensor, soft: Tensor | None) -> Tensor:
         assert soft is not None
@@ -247,46 +247,46 @@ UNIFORM = {"recipe.loss.weights": {"kind": "uniform"}}
 MASK_MEAN = {"recipe.loss.reduction": "mask_mean"}
 
 
-_plant = partial(planted, "loss")
+_fault = partial(inject_fault, "loss")
 
 
-PLANTS = (
-    _plant("gamma 5 where 4 is declared", "loss-gamma", configured(weights=EXP5)),
-    _plant(
+FAULTS = (
+    _fault("gamma 5 where 4 is declared", "loss-gamma", configured(weights=EXP5)),
+    _fault(
         "gamma 4.05 where 4 is declared", "loss-gamma", configured(weights=ExpWeights(gamma=4.05)), BLOCK8
     ),
-    _plant("1 % KL in the mix", "loss-terms", configured(terms={"ce": 0.99, "kl": 0.01})),
-    _plant(
+    _fault("1 % KL in the mix", "loss-terms", configured(terms={"ce": 0.99, "kl": 0.01})),
+    _fault(
         "1 % KL in the mix, in bf16", "loss-terms", configured(terms={"ce": 0.99, "kl": 0.01}), BF16 | BLOCK8
     ),
-    _plant("gamma 5 where 4 is declared, in bf16", "loss-gamma", configured(weights=EXP5), BF16 | BLOCK8),
-    _plant("1 % reverse KL in the mix", "loss-terms", configured(terms={"ce": 0.99, "rkl": 0.01}), BLOCK8),
-    _plant("30 % total variation in the mix", "loss-terms", configured(terms={"ce": 0.7, "tv": 0.3})),
-    _plant("reverse KL where KL is declared", "loss-terms", configured(terms={"rkl": 1.0}), KL),
-    _plant("hard CE where KL is declared", "loss-terms", configured(terms={"ce": 1.0}), KL),
-    _plant("1 % label smoothing", "loss-smoothing", smoothed(0.01)),
-    _plant("0.2 % label smoothing", "loss-smoothing", smoothed(0.002)),
-    _plant("70 % KL, 30 % CE, streak-aware weights, gamma 10", "loss-terms", Team, BLOCK8),
-    _plant("weights 1.5 times as large behind right slots", "loss-streak", Streak, BLOCK8),
-    _plant("weights that grow with the run of right slots", "loss-streak", RunLength, BLOCK8),
-    _plant("temperature 1.1 of the divergence", "loss-temperature", configured(temperature=1.1), KL),
-    _plant("temperature 1.1 of cross-entropy", "loss-temperature", Hot),
-    _plant("logits soft-capped at 5", "loss-unrecognised", Capped),
-    _plant("an entropy bonus of 1 %", "loss-unrecognised", EntropyBonus),
-    _plant("labels from the data", "loss-label-source", DataLabels),
-    _plant(
+    _fault("gamma 5 where 4 is declared, in bf16", "loss-gamma", configured(weights=EXP5), BF16 | BLOCK8),
+    _fault("1 % reverse KL in the mix", "loss-terms", configured(terms={"ce": 0.99, "rkl": 0.01}), BLOCK8),
+    _fault("30 % total variation in the mix", "loss-terms", configured(terms={"ce": 0.7, "tv": 0.3})),
+    _fault("reverse KL where KL is declared", "loss-terms", configured(terms={"rkl": 1.0}), KL),
+    _fault("hard CE where KL is declared", "loss-terms", configured(terms={"ce": 1.0}), KL),
+    _fault("1 % label smoothing", "loss-smoothing", smoothed(0.01)),
+    _fault("0.2 % label smoothing", "loss-smoothing", smoothed(0.002)),
+    _fault("70 % KL, 30 % CE, streak-aware weights, gamma 10", "loss-terms", CaseStudyLoss, BLOCK8),
+    _fault("weights 1.5 times as large behind right slots", "loss-streak", Streak, BLOCK8),
+    _fault("weights that grow with the run of right slots", "loss-streak", RunLength, BLOCK8),
+    _fault("temperature 1.1 of the divergence", "loss-temperature", configured(temperature=1.1), KL),
+    _fault("temperature 1.1 of cross-entropy", "loss-temperature", Hot),
+    _fault("logits soft-capped at 5", "loss-unrecognised", Capped),
+    _fault("an entropy bonus of 1 %", "loss-unrecognised", EntropyBonus),
+    _fault("labels from the data", "loss-label-source", DataLabels),
+    _fault(
         "alpha .45 where .5 is declared", "loss-alpha", configured(weights=DpaceWeights(alpha=0.45)), DPACE
     ),
-    _plant("alpha .5 and the weights attached", "loss-weights-attached", Attached, DPACE),
-    _plant("D-PACE's continuation alone", "loss-weights", Continuation, DPACE),
-    _plant("exponential weights where D-PACE is declared", "loss-weights", configured(weights=EXP5), DPACE),
-    _plant("uniform weights where gamma 4 is declared", "loss-weights", configured(weights=UniformWeights())),
-    _plant("weights that fall linearly", "loss-weights", Linear, BLOCK8),
-    _plant("slot 0 trained", "loss-slot0", AnchorToo),
-    _plant("mean over trained slots", "loss-reduction", configured(reduction="mask_mean")),
-    _plant("sum over samples", "loss-reduction", configured(reduction="batch_mean"), UNIFORM),
-    _plant("mean over blocks of their means", "loss-reduction", BlockMeans, BLOCK8),
-    _plant("divided by all slots", "loss-reduction", AllSlots, MASK_MEAN),
-    _plant("exp(-k / gamma) over trained slots", "loss-reduction", FromSlotZero, MASK_MEAN),
-    _plant("hidden states detached before the loss", "loss-none", Ordered),
+    _fault("alpha .5 and the weights attached", "loss-weights-attached", Attached, DPACE),
+    _fault("D-PACE's continuation alone", "loss-weights", Continuation, DPACE),
+    _fault("exponential weights where D-PACE is declared", "loss-weights", configured(weights=EXP5), DPACE),
+    _fault("uniform weights where gamma 4 is declared", "loss-weights", configured(weights=UniformWeights())),
+    _fault("weights that fall linearly", "loss-weights", Linear, BLOCK8),
+    _fault("slot 0 trained", "loss-slot0", AnchorToo),
+    _fault("mean over trained slots", "loss-reduction", configured(reduction="mask_mean")),
+    _fault("sum over samples", "loss-reduction", configured(reduction="batch_mean"), UNIFORM),
+    _fault("mean over blocks of their means", "loss-reduction", BlockMeans, BLOCK8),
+    _fault("divided by all slots", "loss-reduction", AllSlots, MASK_MEAN),
+    _fault("exp(-k / gamma) over trained slots", "loss-reduction", FromSlotZero, MASK_MEAN),
+    _fault("hidden states detached before the loss", "loss-none", Ordered),
 )

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import BlockLabels
+from parity.model.training.anchors import BlockLabels
 from parity.model.training.loss import TeacherStates
 from parity.probes.adapters.builtin import Builtin
 from tests.faults.injected.loss import BF16, BLOCK8, KL, Plain
-from tests.faults.wiring import planted
+from tests.faults.wiring import inject_fault
 
 
 def distilled(
@@ -107,71 +107,71 @@ def _soft(heat: float, **terms: float) -> dict[str, Any]:
     return _mixed(heat, **terms) | {"recipe.labels": "teacher_distribution"}
 
 
-_plant = partial(planted, "loss")
+_fault = partial(inject_fault, "loss")
 
 
 DATA: dict[str, Any] = {"recipe.labels": "data", "recipe.teacher": None}
 REDUCED: dict[str, Any] = {"recipe.draft_vocab": {"size": 40}}
 HEAD = "loss-head"
 SQUARED = "loss-temperature-squared"
-PLANTS = (
-    _plant("CE and KL times T^2 = 4", SQUARED, distilled(), _mixed(2.0, ce=0.3, kl=0.7)),
-    _plant("CE and KL times T^2 = 1.21", SQUARED, distilled(), _mixed(1.1, ce=0.5, kl=0.5)),
-    _plant("CE and KL times T^2 = 16", SQUARED, distilled(), _mixed(4.0, ce=0.5, kl=0.5) | BLOCK8),
-    _plant("CE and KL times T^2 = 1/4", SQUARED, distilled(), _mixed(0.5, ce=0.5, kl=0.5)),
-    _plant("KL alone times T^2 = 4", SQUARED, distilled(), _soft(2.0, kl=1.0)),
-    _plant(
+FAULTS = (
+    _fault("CE and KL times T^2 = 4", SQUARED, distilled(), _mixed(2.0, ce=0.3, kl=0.7)),
+    _fault("CE and KL times T^2 = 1.21", SQUARED, distilled(), _mixed(1.1, ce=0.5, kl=0.5)),
+    _fault("CE and KL times T^2 = 16", SQUARED, distilled(), _mixed(4.0, ce=0.5, kl=0.5) | BLOCK8),
+    _fault("CE and KL times T^2 = 1/4", SQUARED, distilled(), _mixed(0.5, ce=0.5, kl=0.5)),
+    _fault("KL alone times T^2 = 4", SQUARED, distilled(), _soft(2.0, kl=1.0)),
+    _fault(
         "KL alone times T^2 = 9, mean over trained slots",
         SQUARED,
         distilled(),
         _soft(3.0, kl=1.0) | {"recipe.loss.reduction": "mask_mean"},
     ),
-    _plant(
+    _fault(
         "CE and KL times T^2 = 4, in bf16", SQUARED, distilled(), _mixed(2.0, ce=0.3, kl=0.7) | BF16 | BLOCK8
     ),
-    _plant("KL alone times T^2 = 4, in bf16", SQUARED, distilled(), _soft(2.0, kl=1.0) | BF16 | BLOCK8),
-    _plant(
+    _fault("KL alone times T^2 = 4, in bf16", SQUARED, distilled(), _soft(2.0, kl=1.0) | BF16 | BLOCK8),
+    _fault(
         "CE, KL and reverse KL, both times T^2 = 4",
         SQUARED,
         distilled(part="all"),
         _mixed(2.0, ce=0.4, kl=0.3, rkl=0.3),
     ),
-    _plant(
+    _fault(
         "CE, KL and reverse KL, KL alone times T^2 = 4",
         SQUARED,
         distilled(),
         _mixed(2.0, ce=0.4, kl=0.3, rkl=0.3),
     ),
-    _plant(
+    _fault(
         "KL and total variation, KL alone times T^2 = 4", SQUARED, distilled(), _soft(2.0, kl=0.5, tv=0.5)
     ),
-    _plant(
+    _fault(
         "T 2 and T^2 where 1 is declared",
         "loss-temperature",
         distilled(heat=2.0),
         _mixed(1.0, ce=0.3, kl=0.7),
     ),
-    _plant(
+    _fault(
         "KL alone, T 1.5 and T^2 where 1 is declared",
         "loss-temperature",
         distilled(heat=1.5),
         _soft(1.0, kl=1.0),
     ),
-    _plant("an own head, drifted by 10 %", HEAD, OwnHead, {}, own_head(0.1)),
-    _plant("an own head, drifted by .1 %", HEAD, OwnHead, BLOCK8, own_head(0.001)),
-    _plant("an own head that begins as the target's and trains", HEAD, OwnHead, {}, own_head(0.0)),
-    _plant("an own head from chance, frozen", HEAD, OwnHead, {}, own_head(2.0, trains=False)),
-    _plant("an own head, drifted by 10 %, KL", HEAD, OwnHead, KL, own_head(0.1)),
-    _plant("an own head, drifted by 10 %, data labels", HEAD, OwnHead, DATA, own_head(0.1)),
-    _plant("an own head, drifted by 10 %, in bf16", HEAD, OwnHead, BF16 | BLOCK8, own_head(0.1)),
-    _plant("an own head of a reduced vocabulary", HEAD, OwnHead, REDUCED, own_head(0.1)),
-    _plant("an own head, the target's is shown", HEAD, Hidden, {}, own_head(0.1)),
-    _plant(
+    _fault("an own head, drifted by 10 %", HEAD, OwnHead, {}, own_head(0.1)),
+    _fault("an own head, drifted by .1 %", HEAD, OwnHead, BLOCK8, own_head(0.001)),
+    _fault("an own head that begins as the target's and trains", HEAD, OwnHead, {}, own_head(0.0)),
+    _fault("an own head from chance, frozen", HEAD, OwnHead, {}, own_head(2.0, trains=False)),
+    _fault("an own head, drifted by 10 %, KL", HEAD, OwnHead, KL, own_head(0.1)),
+    _fault("an own head, drifted by 10 %, data labels", HEAD, OwnHead, DATA, own_head(0.1)),
+    _fault("an own head, drifted by 10 %, in bf16", HEAD, OwnHead, BF16 | BLOCK8, own_head(0.1)),
+    _fault("an own head of a reduced vocabulary", HEAD, OwnHead, REDUCED, own_head(0.1)),
+    _fault("an own head, the target's is shown", HEAD, Hidden, {}, own_head(0.1)),
+    _fault(
         "an own head, drifted by 1 %, frozen, the target's is shown",
         HEAD,
         Hidden,
         {},
         own_head(0.01, trains=False),
     ),
-    _plant("an own head from chance, KL, the target's is shown", HEAD, Hidden, KL, own_head(2.0)),
+    _fault("an own head from chance, KL, the target's is shown", HEAD, Hidden, KL, own_head(2.0)),
 )

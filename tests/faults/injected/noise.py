@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.step import StepOutput, TrainingStep
+from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
 from parity.model.training.states import StepStates
-from tests.faults.wiring import planted
+from parity.model.training.step import StepOutput
+from tests.faults.wiring import inject_fault
 
 
 def _noise(like: Tensor, std: float, seed: int) -> Tensor:
@@ -18,7 +19,7 @@ def _noise(like: Tensor, std: float, seed: int) -> Tensor:
 
 
 class OnAllSlices(TrainingStep):
-    """Noise on the captured tensor before its last slice is split off: design.md section 1, fault 1."""
+    """Noise on the captured tensor before its last slice is split off: fault 1 of docs/case-study.md."""
 
     std = 0.05
 
@@ -98,17 +99,17 @@ GAUSS = {"recipe.noise": {"kind": "gaussian", "std": 0.05}}
 FAINT = {"recipe.noise": {"kind": "gaussian", "std": 0.001}}
 
 
-_plant = partial(planted, "noise")
+_fault = partial(inject_fault, "noise")
 
 
-PLANTS = (
-    _plant("noise .05 on the joined tensor, the teacher's slice too", "noise-on-teacher", OnAllSlices, GAUSS),
-    _plant("noise .001 on the joined tensor", "noise-on-teacher", OnAllSlicesFaint, FAINT),
-    _plant("undeclared noise of .001", "noise-undeclared", Undeclared, {}),
-    _plant("declared noise never added", "noise-missing", Never, UNIFORM),
-    _plant("declared deviation used as half-width", "noise-std", HalfWidth, UNIFORM),
-    _plant("gaussian where uniform is declared", "noise-kind", Gaussian, UNIFORM),
-    _plant("noise on the first slice only", "noise-slices", FirstSliceOnly, GAUSS),
-    _plant("noise in evaluation too", "noise-in-evaluation", AlsoInEvaluation, UNIFORM),
-    _plant("noise from an unseeded generator", "noise-unseeded", Unseeded, UNIFORM),
+FAULTS = (
+    _fault("noise .05 on the joined tensor, the teacher's slice too", "noise-on-teacher", OnAllSlices, GAUSS),
+    _fault("noise .001 on the joined tensor", "noise-on-teacher", OnAllSlicesFaint, FAINT),
+    _fault("undeclared noise of .001", "noise-undeclared", Undeclared, {}),
+    _fault("declared noise never added", "noise-missing", Never, UNIFORM),
+    _fault("declared deviation used as half-width", "noise-std", HalfWidth, UNIFORM),
+    _fault("gaussian where uniform is declared", "noise-kind", Gaussian, UNIFORM),
+    _fault("noise on the first slice only", "noise-slices", FirstSliceOnly, GAUSS),
+    _fault("noise in evaluation too", "noise-in-evaluation", AlsoInEvaluation, UNIFORM),
+    _fault("noise from an unseeded generator", "noise-unseeded", Unseeded, UNIFORM),
 )

@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from parity.model.dflash.mask import BlockLayout
-from parity.model.dflash.step import StepOutput, TrainingStep
+from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
 from parity.model.training.states import StepStates
+from parity.model.training.step import StepOutput
 from tests.faults.injected.noise import FAINT, GAUSS, UNIFORM
-from tests.faults.wiring import planted
+from tests.faults.wiring import inject_fault
 
 
 def _drawn(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -178,32 +179,32 @@ class OneSided(TrainingStep):
 BF16: dict[str, Any] = {"recipe.target.dtype": "bfloat16", "run.precision.autocast": "bfloat16"}
 
 
-_plant = partial(planted, "noise")
+_fault = partial(inject_fault, "noise")
 
 
 BEHIND, SHARED = "noise-behind-fc", "noise-shared"
-PLANTS = (
-    _plant("noise .1 on fc's output beside the declared noise", BEHIND, fc_output(0.1), GAUSS),
-    _plant("noise .0001 on fc's output beside uniform noise", BEHIND, fc_output(1e-4), UNIFORM),
-    _plant("noise .001 on fc's output beside faint noise", BEHIND, fc_output(1e-3), FAINT),
-    _plant(
+FAULTS = (
+    _fault("noise .1 on fc's output beside the declared noise", BEHIND, fc_output(0.1), GAUSS),
+    _fault("noise .0001 on fc's output beside uniform noise", BEHIND, fc_output(1e-4), UNIFORM),
+    _fault("noise .001 on fc's output beside faint noise", BEHIND, fc_output(1e-3), FAINT),
+    _fault(
         "noise .05 on fc's output beside the declared noise, in bf16", BEHIND, fc_output(0.05), GAUSS | BF16
     ),
-    _plant("noise .1 on the blocks' embeddings beside the declared noise", BEHIND, embedded(0.1), GAUSS),
-    _plant("noise .0001 on the blocks' embeddings beside it", BEHIND, embedded(1e-4), GAUSS),
-    _plant("a dropout of 1 % before the head beside the declared noise", BEHIND, dropped(0.01), UNIFORM),
-    _plant("a dropout of 10 % before the head, no noise declared", BEHIND, dropped(0.1), {}),
-    _plant("noise .0001 on fc's output, none declared", BEHIND, fc_output(1e-4), {}),
-    _plant("noise .01 on the embeddings in evaluation too", BEHIND, EvaluatedToo, GAUSS),
-    _plant("one noise tensor for all slices", SHARED, OneForSlices, GAUSS),
-    _plant("30 % of the noise shared by the slices", SHARED, PartForSlices, GAUSS),
-    _plant("one noise tensor, its sign turned in every other slice", SHARED, Mirrored, FAINT),
-    _plant("one draw for every token", SHARED, OneForTokens, GAUSS),
-    _plant("half of the noise shared by the tokens", SHARED, PartForTokens, GAUSS),
-    _plant("one draw for every document", SHARED, OneForDocuments, GAUSS),
-    _plant("one draw for every channel of a slice", SHARED, OneForChannels, GAUSS),
-    _plant("half of the noise the same under every seed", SHARED, PartForSeeds, GAUSS),
-    _plant("one draw for two seeds", SHARED, EveryOtherSeed, UNIFORM),
-    _plant("one noise tensor for all slices, in bf16", SHARED, OneForSlices, GAUSS | BF16),
-    _plant("uniform noise on one side of 0", "noise-kind", OneSided, UNIFORM),
+    _fault("noise .1 on the blocks' embeddings beside the declared noise", BEHIND, embedded(0.1), GAUSS),
+    _fault("noise .0001 on the blocks' embeddings beside it", BEHIND, embedded(1e-4), GAUSS),
+    _fault("a dropout of 1 % before the head beside the declared noise", BEHIND, dropped(0.01), UNIFORM),
+    _fault("a dropout of 10 % before the head, no noise declared", BEHIND, dropped(0.1), {}),
+    _fault("noise .0001 on fc's output, none declared", BEHIND, fc_output(1e-4), {}),
+    _fault("noise .01 on the embeddings in evaluation too", BEHIND, EvaluatedToo, GAUSS),
+    _fault("one noise tensor for all slices", SHARED, OneForSlices, GAUSS),
+    _fault("30 % of the noise shared by the slices", SHARED, PartForSlices, GAUSS),
+    _fault("one noise tensor, its sign turned in every other slice", SHARED, Mirrored, FAINT),
+    _fault("one draw for every token", SHARED, OneForTokens, GAUSS),
+    _fault("half of the noise shared by the tokens", SHARED, PartForTokens, GAUSS),
+    _fault("one draw for every document", SHARED, OneForDocuments, GAUSS),
+    _fault("one draw for every channel of a slice", SHARED, OneForChannels, GAUSS),
+    _fault("half of the noise the same under every seed", SHARED, PartForSeeds, GAUSS),
+    _fault("one draw for two seeds", SHARED, EveryOtherSeed, UNIFORM),
+    _fault("one noise tensor for all slices, in bf16", SHARED, OneForSlices, GAUSS | BF16),
+    _fault("uniform noise on one side of 0", "noise-kind", OneSided, UNIFORM),
 )

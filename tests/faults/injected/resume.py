@@ -10,7 +10,7 @@ from parity.model.dflash.step import TrainingStep, new_drafter
 from parity.model.training.data import Batch, StreamPosition
 from parity.model.training.trainer import Trainer
 from parity.probes.adapters.builtin import Builtin
-from tests.faults.wiring import Plant, builtin
+from tests.faults.wiring import InjectedFault, builtin
 
 
 class MomentsLost(Trainer):
@@ -122,11 +122,11 @@ class NeverSeeded(Trainer):
         self.wiring.drawn = 1000 * type(self).count
 
 
-def _plant(name: str, deviation: str, trainer: type[Trainer]) -> Plant:
+def _fault(name: str, deviation: str, trainer: type[Trainer]) -> InjectedFault:
     def then(adapter: Builtin) -> None:
         adapter.trainer.__class__ = trainer
 
-    return Plant(
+    return InjectedFault(
         name=name,
         trainer="builtin",
         deviation=deviation,
@@ -135,15 +135,15 @@ def _plant(name: str, deviation: str, trainer: type[Trainer]) -> Plant:
     )
 
 
-PLANTS = (
-    _plant("moments lost", "resume-optimizer", MomentsLost),
-    _plant("moments' counter lost", "resume-optimizer", CounterLost),
-    _plant("the schedule restarts", "resume-schedule", ScheduleRestarts),
-    _plant("the data restart", "resume-data", DataRestarts),
-    _plant("one row is passed over", "resume-data", RowSkipped),
-    _plant("weights lost", "resume-weights", WeightsLost),
-    _plant("weights rounded to bfloat16", "resume-weights", WeightsRounded),
-    _plant("checkpoints are never read", "resume-restart", NeverResumes),
-    _plant("the anchors' random state is lost", "resume-random", RandomStateLost),
-    _plant("the anchors are never seeded", "run-not-deterministic", NeverSeeded),
+FAULTS = (
+    _fault("moments lost", "resume-optimizer", MomentsLost),
+    _fault("moments' counter lost", "resume-optimizer", CounterLost),
+    _fault("the schedule restarts", "resume-schedule", ScheduleRestarts),
+    _fault("the data restart", "resume-data", DataRestarts),
+    _fault("one row is passed over", "resume-data", RowSkipped),
+    _fault("weights lost", "resume-weights", WeightsLost),
+    _fault("weights rounded to bfloat16", "resume-weights", WeightsRounded),
+    _fault("checkpoints are never read", "resume-restart", NeverResumes),
+    _fault("the anchors' random state is lost", "resume-random", RandomStateLost),
+    _fault("the anchors are never seeded", "run-not-deterministic", NeverSeeded),
 )

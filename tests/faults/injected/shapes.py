@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.model.dflash.anchors import BlockLabels
 from parity.model.dflash.step import TrainingStep
+from parity.model.training.anchors import BlockLabels
 from parity.model.training.data import Batch
 from parity.model.training.loss import TeacherStates
 from parity.model.training.states import StepStates, SyntheticStates
 from parity.probes.adapters.builtin import Builtin
-from tests.faults.wiring import Plant, builtin
+from tests.faults.wiring import InjectedFault, builtin
 
 
 def captured(change: Callable[[Tensor], Tensor]) -> Callable[[Builtin], None]:
@@ -110,14 +110,14 @@ def nan_weights(adapter: Builtin) -> None:
         adapter.trainer.drafter.norm.weight.fill_(float("nan"))
 
 
-def _plant(
+def _fault(
     name: str,
     deviation: str,
     then: Callable[[Builtin], None] = lambda adapter: None,
     wiring: type[TrainingStep] = TrainingStep,
     changes: dict[str, Any] | None = None,
-) -> Plant:
-    return Plant(
+) -> InjectedFault:
+    return InjectedFault(
         name=name,
         trainer="builtin",
         deviation=deviation,
@@ -126,19 +126,19 @@ def _plant(
     )
 
 
-PLANTS = (
-    _plant("a captured slice is zero", "states-zero", captured(zero_slice)),
-    _plant("one captured row is zero", "states-zero", captured(zero_row)),
-    _plant("captured rows are a fill value", "states-constant", captured(constant)),
-    _plant("captured rows are written twice", "states-repeated", captured(stale)),
-    _plant("one captured value is not a number", "states-not-finite", captured(not_a_number)),
-    _plant(
+FAULTS = (
+    _fault("a captured slice is zero", "states-zero", captured(zero_slice)),
+    _fault("one captured row is zero", "states-zero", captured(zero_row)),
+    _fault("captured rows are a fill value", "states-constant", captured(constant)),
+    _fault("captured rows are written twice", "states-repeated", captured(stale)),
+    _fault("one captured value is not a number", "states-not-finite", captured(not_a_number)),
+    _fault(
         "states stored in bfloat16 and read as float32", "states-dtype", captured(through(torch.bfloat16))
     ),
-    _plant("states stored in float16 and read as float32", "states-dtype", captured(through(torch.float16))),
-    _plant("states stay in bfloat16", "states-dtype", captured(kept(torch.bfloat16))),
-    _plant("states rounded on their way to fc", "fc-rounded", wiring=Rounded),
-    _plant("a slice too many enters fc", "fc-width", wider, Joined),
-    _plant("the teacher overflows in float16", "step-not-finite", wiring=Overflow),
-    _plant("a norm's weight was never loaded", "step-not-finite", nan_weights),
+    _fault("states stored in float16 and read as float32", "states-dtype", captured(through(torch.float16))),
+    _fault("states stay in bfloat16", "states-dtype", captured(kept(torch.bfloat16))),
+    _fault("states rounded on their way to fc", "fc-rounded", wiring=Rounded),
+    _fault("a slice too many enters fc", "fc-width", wider, Joined),
+    _fault("the teacher overflows in float16", "step-not-finite", wiring=Overflow),
+    _fault("a norm's weight was never loaded", "step-not-finite", nan_weights),
 )

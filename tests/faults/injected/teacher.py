@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import BlockLabels
 from parity.model.dflash.step import TrainingStep
+from parity.model.training.anchors import BlockLabels
 from parity.model.training.data import Batch
 from parity.model.training.loss import TeacherStates
 from parity.model.training.states import StepStates, SyntheticStates
 from parity.probes.adapters.builtin import Builtin
-from tests.faults.wiring import planted
+from tests.faults.wiring import inject_fault
 
 
 def made(change: Callable[[TrainingStep, TeacherStates], TeacherStates]) -> type[TrainingStep]:
@@ -138,28 +138,28 @@ PRE: dict[str, Any] = {"recipe.teacher.norm": "pre"}
 KEPT: dict[str, Any] = {"recipe.draft_vocab": {"size": 40}}
 
 
-_plant = partial(planted, "teacher")
+_fault = partial(inject_fault, "teacher")
 
 
-PLANTS = (
-    _plant("the final norm left out", "teacher-norm", NoNorm, PRE),
-    _plant("the final norm twice", "teacher-norm", made(twice), then=weighted),
-    _plant("1 + w where w is stored", "teacher-norm", made(shifted_weight(1.0)), PRE, then=weighted),
-    _plant("w where 1 + w is stored", "teacher-norm", made(shifted_weight(-1.0)), PRE, then=weighted),
-    _plant("the teacher one token off", "teacher-shift", made(token_off)),
-    _plant("the teacher from a conditioning slice", "teacher-layer", Conditioning),
-    _plant("a random teacher's head", "teacher-head", made(other_head(1.0))),
-    _plant("a teacher's head off by 2 %", "teacher-head", made(other_head(0.02))),
-    _plant("a head that was not loaded", "teacher-head", then=random_head),
-    _plant("the teacher's rows in reverse", "teacher-vocabulary", made(swapped_rows), KEPT),
-    _plant("the teacher's rows rolled by one", "teacher-vocabulary", made(two_rows), KEPT),
-    _plant("the captured slice before the norm", "teacher-norm", then=lastly("final.prenorm")),
-    _plant(
+FAULTS = (
+    _fault("the final norm left out", "teacher-norm", NoNorm, PRE),
+    _fault("the final norm twice", "teacher-norm", made(twice), then=weighted),
+    _fault("1 + w where w is stored", "teacher-norm", made(shifted_weight(1.0)), PRE, then=weighted),
+    _fault("w where 1 + w is stored", "teacher-norm", made(shifted_weight(-1.0)), PRE, then=weighted),
+    _fault("the teacher one token off", "teacher-shift", made(token_off)),
+    _fault("the teacher from a conditioning slice", "teacher-layer", Conditioning),
+    _fault("a random teacher's head", "teacher-head", made(other_head(1.0))),
+    _fault("a teacher's head off by 2 %", "teacher-head", made(other_head(0.02))),
+    _fault("a head that was not loaded", "teacher-head", then=random_head),
+    _fault("the teacher's rows in reverse", "teacher-vocabulary", made(swapped_rows), KEPT),
+    _fault("the teacher's rows rolled by one", "teacher-vocabulary", made(two_rows), KEPT),
+    _fault("the captured slice before the norm", "teacher-norm", then=lastly("final.prenorm")),
+    _fault(
         "the captured slice after the norm",
         "teacher-norm",
         TrainingStep,
         PRE,
         then=both(weighted, lastly("final.postnorm")),
     ),
-    _plant("the captured slice a layer early", "teacher-differs", then=lastly("layer.2.out")),
+    _fault("the captured slice a layer early", "teacher-differs", then=lastly("layer.2.out")),
 )

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from parity.model.tiny import embedded
 from parity.probes.adapters.builtin import Builtin
-from tests.faults.wiring import Plant, builtin
+from tests.faults.wiring import InjectedFault, builtin
 
 Change = Callable[[Builtin], None]
 EMPTY = "{{- '<think></think>' }}{% generation %}{{- content + '<|im_end|>' }}{% endgeneration %}"
@@ -21,7 +21,7 @@ DEFAULT_SYSTEM = (
 def _template(old: str, new: str, *, server: bool = False) -> Change:
     """The data's template, or the server's, with one piece replaced."""
 
-    def plant(adapter: Builtin) -> None:
+    def inject(adapter: Builtin) -> None:
         tokenizer = embedded.tokenizer()
         assert tokenizer.chat_template is not None and old in tokenizer.chat_template
         tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
@@ -30,18 +30,18 @@ def _template(old: str, new: str, *, server: bool = False) -> Change:
         else:
             adapter.tokenizer = tokenizer
 
-    return plant
+    return inject
 
 
 def _before(text: str, *, both: str = "") -> Change:
     """Text in front of every conversation in the data's template; `both` at the server too."""
 
-    def plant(adapter: Builtin) -> None:
+    def inject(adapter: Builtin) -> None:
         adapter.tokenizer, adapter.served = embedded.tokenizer(), embedded.tokenizer()
         adapter.tokenizer.chat_template = text + embedded.TEMPLATE
         adapter.served.chat_template = both + embedded.TEMPLATE
 
-    return plant
+    return inject
 
 
 def _cut(adapter: Builtin) -> None:
@@ -61,8 +61,8 @@ def _normalised(adapter: Builtin) -> None:
     adapter.tokenizer = made
 
 
-def _plant(name: str, deviation: str, then: Change) -> Plant:
-    return Plant(
+def _fault(name: str, deviation: str, then: Change) -> InjectedFault:
+    return InjectedFault(
         name=name,
         trainer="builtin",
         deviation=deviation,
@@ -76,38 +76,38 @@ THINK_TRAINED = "{% generation %}{{- '<think></think>' + content + '<|im_end|>' 
 END_NOT_TRAINED = (
     "{{- '<think></think>' }}{% generation %}{{- content }}{% endgeneration %}{{- '<|im_end|>' }}"
 )
-PLANTS = (
-    _plant("a first token in training only", "tokens-bos", _before(FIRST)),
-    _plant("the first token twice in training", "tokens-bos", _before(FIRST + FIRST, both=FIRST)),
-    _plant("control tokens cut into characters", "tokens-cut", _cut),
-    _plant(
+FAULTS = (
+    _fault("a first token in training only", "tokens-bos", _before(FIRST)),
+    _fault("the first token twice in training", "tokens-bos", _before(FIRST + FIRST, both=FIRST)),
+    _fault("control tokens cut into characters", "tokens-cut", _cut),
+    _fault(
         "no think block in training",
         "tokens-thinking",
         _template(EMPTY, EMPTY.replace("<think></think>", "")),
     ),
-    _plant(
+    _fault(
         "the server thinks unless it is told not to",
         "tokens-thinking",
         _template("{%- if not enable_thinking %}", "{%- if enable_thinking is false %}", server=True),
     ),
-    _plant("a default system message in training", "tokens-template", _before(DEFAULT_SYSTEM)),
-    _plant(
+    _fault("a default system message in training", "tokens-template", _before(DEFAULT_SYSTEM)),
+    _fault(
         "no newline between turns",
         "tokens-template",
         _template("{{- '\\n' }}\n{%- endfor %}", "{%- endfor %}"),
     ),
-    _plant(
+    _fault(
         "spaces stripped in training",
         "tokens-text",
         _template("{{- message.content + '<|im_end|>' }}", "{{- message.content | trim + '<|im_end|>' }}"),
     ),
-    _plant("unicode normalised in training", "tokens-text", _normalised),
-    _plant(
+    _fault("unicode normalised in training", "tokens-text", _normalised),
+    _fault(
         "the think block is trained on",
         "tokens-mask",
         _template(EMPTY, THINK_TRAINED),
     ),
-    _plant(
+    _fault(
         "the user's text is trained on",
         "tokens-mask",
         _template(
@@ -115,7 +115,7 @@ PLANTS = (
             "{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}",
         ),
     ),
-    _plant(
+    _fault(
         "the newline behind the turn is trained on",
         "tokens-mask",
         _template(
@@ -123,7 +123,7 @@ PLANTS = (
             "{{- content + '<|im_end|>\\n' }}{% endgeneration %}\n{%- endif %}\n{%- else %}",
         ),
     ),
-    _plant(
+    _fault(
         "the end of the turn is not trained on",
         "tokens-end",
         _template(EMPTY, END_NOT_TRAINED),

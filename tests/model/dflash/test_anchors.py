@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.dflash.anchors import (
+from parity.model.training.anchors import (
     IGNORE,
     AnchorConfig,
     AnchorCoverage,

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.dflash.anchors import blocks_at
-from parity.model.dflash.config import DrafterConfig, DraftVocab, layer_rules
-from parity.model.dflash.decode import (
+from parity.model.dflash.config import DrafterConfig, layer_rules
+from parity.model.dflash.drafter import Drafter
+from parity.model.dflash.mask import training_layout
+from parity.model.drafting.decode import (
     Cycle,
     DecodeConfig,
     DecodeResult,
-    EmbeddingAndHead,
     RecordedText,
-    Rollback,
-    TargetSession,
     accept_sampled,
     decode,
     generate,
@@ -30,12 +28,13 @@ from parity.model.dflash.decode import (
     slot_acceptance,
     tau,
 )
-from parity.model.dflash.drafter import Drafter, block_ids
-from parity.model.dflash.mask import training_layout
+from parity.model.drafting.session import EmbeddingAndHead, Rollback, TargetSession
 from parity.model.target.load import Target, load_target
 from parity.model.target.spec import TargetSpec
 from parity.model.tiny.embedded import find_embedded_target
+from parity.model.training.anchors import block_ids, blocks_at
 from parity.model.training.loss import LossConfig, Uniform, objective
+from parity.model.training.vocabulary import DraftVocab
 
 
 @cache

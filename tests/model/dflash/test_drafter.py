@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.dflash.config import DrafterConfig, DraftVocab, RopeConfig, layer_rules
-from parity.model.dflash.drafter import AttentionKind, Drafter, block_ids, rotate
+from parity.model.dflash.config import DrafterConfig, RopeConfig, layer_rules
+from parity.model.dflash.drafter import AttentionKind, Drafter, rotate
 from parity.model.dflash.mask import BlockLayout, VisibilityRule, training_layout
+from parity.model.training.anchors import block_ids
+from parity.model.training.vocabulary import DraftVocab
 
 WIDTH, BLOCK, CONDITIONING, VOCAB, MASK_ID = 32, 4, 3, 50, 49
 DOCUMENT = torch.tensor([0] * 14 + [1] * 10 + [2] * 3 + [-1] * 5)

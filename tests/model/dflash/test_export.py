@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parity.errors import ParityError
-from parity.model.dflash.config import DrafterConfig, DraftVocab, RopeConfig, layer_rules
+from parity.model.dflash.config import DrafterConfig, RopeConfig, layer_rules
 from parity.model.dflash.drafter import Drafter
 from parity.model.dflash.export import (
     AmbiguityAnswers,
@@ -20,6 +20,7 @@ from parity.model.dflash.export import (
 )
 from parity.model.target.load import load_target
 from parity.model.target.spec import TargetSpec
+from parity.model.training.vocabulary import DraftVocab
 
 WIRING = TargetLayers(
     layers=(1, 4, 6),
@@ -369,7 +370,7 @@ def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("parity.model.dflash.export._flush", broken)
+        patch.setattr("parity.model.training.exchange.flush_to_disk", broken)
         with pytest.raises(OSError, match="no space"):
             save_zlab(folder, _drafter(), WIRING, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from parity.errors import ParityError
-from parity.model.dflash.mask import PADDING
 from parity.model.recipe.config import DataPart
 from parity.model.target import chat
 from parity.model.tiny import corpus, embedded
 from parity.model.training import data
+from parity.model.training.anchors import PADDING
 from parity.model.training.data import (
     BatchStream,
     Document,

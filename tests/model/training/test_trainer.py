@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.dflash.step import StepOutput, draft_vocab, loss_config
 from parity.model.recipe.config import TrainingFile
 from parity.model.recipe.presets import preset
 from parity.model.training.build import open_trainer
 from parity.model.training.checkpoint import find_checkpoint, load_drafter
 from parity.model.training.data import make_batch
 from parity.model.training.states import store
+from parity.model.training.step import StepOutput, loss_config
 from parity.model.training.trainer import RunEnd, Trainer, learning_rate_at
+from parity.model.training.vocabulary import draft_vocab
 
 ROOT = Path(__file__).resolve().parents[3]
 UNIT = preset("unit").with_values({"run.data.validation_documents": 2})

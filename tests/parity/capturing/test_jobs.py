@@ -1,6 +1,7 @@
 """The worker protocol: one table of jobs on both sides; what it does not know is refused in words."""
 
 import inspect
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -8,7 +9,7 @@ import pytest
 
 import parity.capturing.jobs as jobs_module
 from parity.capturing.client import CaptureOptions, Worker, WorkerCrash, capture_to
-from parity.capturing.jobs import AnyJob, CaptureJob, DescribeJob, WrapJob, read_job
+from parity.capturing.jobs import AnyJob, CaptureJob, DescribeJob, TokenizeJob, WrapJob, read_job
 from parity.capturing.worker import JobServer
 from parity.errors import ParityError
 from parity.model.target.spec import Prompt, TargetSpec, TraceOptions
@@ -84,6 +85,17 @@ def test_a_worker_refuses_what_the_table_lacks() -> None:
             with pytest.raises(WorkerCrash, match="raised an exception") as crash:
                 worker.call(call)
             assert "TypeError" in crash.value.tail and words in crash.value.tail and not crash.value.dead
+
+
+def test_a_job_by_name_is_the_job_of_that_record(hybrid: Path) -> None:
+    """The fields as keywords, a record among them as it is."""
+    spec = TargetSpec(model=str(hybrid), dtype="float32")
+    with Worker("torch") as worker:
+        found = worker.call(DescribeJob(spec=spec))
+        assert worker.call("describe", spec=spec) == worker.call("describe", spec=asdict(spec)) == found
+        assert found["dtype"] == "float32" and "layer.0.gdn.out" in found["taps"]
+        tokens = worker.call(TokenizeJob(model=str(hybrid), prompts=(Prompt(id="r", token_ids=(1, 2)),)))
+        assert tokens["requests"][0]["token_ids"] == [1, 2]
 
 
 def test_records_hold_what_they_are_given() -> None:

@@ -11,7 +11,7 @@ import pytest
 from parity.commands import gather
 from parity.commands.check_target import CheckTarget
 from parity.commands.gather import UNREAD, CaptureRun
-from parity.commands.plan import OPERATORS, STEPS, plan_steps
+from parity.commands.plan import CAPTURE_STEPS, OPERATORS, plan_steps
 from parity.errors import ParityError
 from parity.probes.table import TABLE, find_entry
 
@@ -150,9 +150,9 @@ def test_a_need_that_no_step_makes_is_refused() -> None:
 
 def test_steps_build_on_what_is_made_before() -> None:
     """A worker that waited for a later step of its own would wait for ever."""
-    places = {step.name: place for place, step in enumerate(STEPS)}
-    assert len(places) == len(STEPS)
-    for step in STEPS:
+    places = {step.name: place for place, step in enumerate(CAPTURE_STEPS)}
+    assert len(places) == len(CAPTURE_STEPS)
+    for step in CAPTURE_STEPS:
         for name in step.after:
             assert places[name.removesuffix(OPERATORS)] < places[step.name], step.name
 

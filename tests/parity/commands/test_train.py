@@ -16,8 +16,8 @@ from parity.commands.convert import export, import_
 from parity.commands.evaluate import _Measured, _Row, _slots, evaluate
 from parity.commands.train import _validation
 from parity.errors import ParityError
-from parity.model.dflash.decode import Cycle, DecodeConfig, DecodeResult
 from parity.model.dflash.step import new_drafter
+from parity.model.drafting.decode import Cycle, DecodeConfig, DecodeResult
 from parity.model.recipe.config import dump, load_training_file
 from parity.model.recipe.presets import preset
 from parity.model.training.checkpoint import Checkpoints, find_checkpoint, load_drafter
@@ -249,7 +249,7 @@ def test_a_loop_that_writes_another_text_fails(trained: Path, monkeypatch: pytes
 
 def test_an_offline_tau_from_other_states_fails(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the recorded states are those of the token after."""
-    from parity.model.dflash import decode
+    from parity.model.drafting import decode
 
     def shifted(*arguments: Any) -> Any:
         record = decode_greedy(*arguments)

@@ -18,12 +18,13 @@ import parity
 from parity.cli import main as cli
 from parity.errors import ParityError
 from parity.gating.conformance import read_conformance, save_conformance
-from parity.model.dflash.step import StepOutput, TrainingStep
+from parity.model.dflash.step import TrainingStep
 from parity.model.recipe.config import TrainingFile, dump
 from parity.model.recipe.presets import preset
 from parity.model.training.build import open_trainer
 from parity.model.training.data import Batch
 from parity.model.training.states import StepStates
+from parity.model.training.step import StepOutput
 from parity.model.training.trainer import RunEnd, Trainer
 from parity.reports import schema, step_log
 from parity.reports.record import Finding, Report, StepReport

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.model.dflash.drafter import block_ids
+from parity.model.training.anchors import block_ids
 from parity.model.training.data import Batch
 from parity.probes.adapters.base import NotExposed, TargetReference
 from parity.probes.adapters.builtin import Builtin

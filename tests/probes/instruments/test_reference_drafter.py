@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from parity.model.dflash.config import DrafterConfig, RopeConfig, layer_rules
-from parity.model.dflash.drafter import Drafter, block_ids
+from parity.model.dflash.drafter import Drafter
 from parity.model.dflash.mask import training_layout
+from parity.model.training.anchors import block_ids
 from parity.probes.instruments.drafter.reference import (
     BlockRow,
     DrafterHypothesis,

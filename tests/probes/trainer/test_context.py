@@ -15,7 +15,7 @@ from parity.probes.instruments.drafter.receptive_field import ProbeBatch, exchan
 from parity.probes.query import query_probes
 from parity.probes.subject import ExaminedAdapter
 from parity.probes.trainer import context
-from tests.faults.injected.context import PLANTS, FirstTokenMissing, OtherDocuments, _causal
+from tests.faults.injected.context import FAULTS, FirstTokenMissing, OtherDocuments, _causal
 from tests.faults.wiring import builtin
 
 
@@ -42,8 +42,8 @@ def test_facts_of_two_different_layers() -> None:
 
 
 def test_a_measured_window_is_told_in_the_facts() -> None:
-    plant = next(each for each in PLANTS if each.name == "window of 5 for 6 in one layer")
-    facts = _facts(query_probes(ExaminedAdapter(plant.build()), only=["context"])[0][1])
+    fault = next(each for each in FAULTS if each.name == "window of 5 for 6 in one layer")
+    facts = _facts(query_probes(ExaminedAdapter(fault.build()), only=["context"])[0][1])
     assert facts["context.layer.0"] == "window 5 from the query, bidirectional"
     assert facts["context.layer.1"] == "window 6 from the query, bidirectional"
 
@@ -84,7 +84,8 @@ def test_copies_of_the_parameters_are_compared_as_they_are() -> None:
 
 def test_a_rope_that_nobody_declares_is_told_and_not_judged() -> None:
     adapter = builtin()
-    adapter.trainer.drafter.rope = Rope(RopeConfig(rope_theta=1e6), adapter.trainer.drafter.config.head_dim)
+    drafter: Any = adapter.trainer.drafter
+    drafter.rope = Rope(RopeConfig(rope_theta=1e6), drafter.config.head_dim)
     assert _answer(adapter).findings[0].fault == "rope-base"
     adapter.configured = None
     answer = _answer(adapter)
@@ -110,12 +111,12 @@ def test_attention_that_adds_nothing_is_made_to_add(factor: float) -> None:
             if name.endswith("o_proj.weight"):
                 parameter.data.mul_(factor)
 
-    def plant(adapter: Builtin) -> None:
+    def inject(adapter: Builtin) -> None:
         quiet(adapter)
         _causal(1)(adapter)
 
     assert _answer(builtin(then=quiet)).findings[0].outcome == "pass"
-    assert _answer(builtin(then=plant)).findings[0].fault == "within-block"
+    assert _answer(builtin(then=inject)).findings[0].fault == "within-block"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from parity.model.dflash.step import StepOutput, TrainingStep
+from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
 from parity.model.training.states import StepStates
+from parity.model.training.step import StepOutput
 from parity.probes.adapters.base import NotExposed, TargetReference
 from parity.probes.adapters.builtin import Builtin
 from parity.probes.base import ProbeAnswer
@@ -104,7 +105,7 @@ def test_without_a_capture_the_rest_is_asked() -> None:
 
 
 class Both(OnAllSlices, AllSlices):
-    """Faults 1 and 2 of design.md section 1 together."""
+    """Faults 1 and 2 of docs/case-study.md together."""
 
     def step(self, batch: Batch, captured: StepStates, **options: Any) -> StepOutput:
         return OnAllSlices.step(self, batch, captured, **options)

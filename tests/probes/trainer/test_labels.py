@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import BlockLabels
 from parity.model.dflash.step import TrainingStep
+from parity.model.training.anchors import BlockLabels
 from parity.model.training.data import Batch
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.loss.labels import estimate_labels, is_same_label, take_label_step

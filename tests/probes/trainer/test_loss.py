@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.model.dflash.anchors import BlockLabels
 from parity.model.dflash.step import TrainingStep
+from parity.model.training.anchors import BlockLabels
 from parity.model.training.loss import Objective, TeacherStates
 from parity.probes.adapters.base import AdapterStep, TargetReference
 from parity.probes.adapters.builtin import Builtin
@@ -25,7 +25,7 @@ from parity.probes.instruments.loss.mixture import bound_unseen_shares, explain
 from parity.probes.instruments.loss.slot_weights import WeightedSlots, recognise_law
 from parity.probes.query import query_probes
 from parity.probes.subject import ExaminedAdapter
-from tests.faults.injected.loss import Plain, Team, configured
+from tests.faults.injected.loss import CaseStudyLoss, Plain, configured
 from tests.faults.wiring import builtin
 
 
@@ -263,8 +263,8 @@ def test_the_denominator_is_the_sum_of_weights() -> None:
     assert facts["loss.denominator"] == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_the_teams_loss_is_told_with_its_numbers() -> None:
-    answer = _answer({"recipe.block.size": 8}, Team)
+def test_the_loss_of_the_case_study_is_named_with_its_numbers() -> None:
+    answer = _answer({"recipe.block.size": 8}, CaseStudyLoss)
     assert [finding.fault for finding in answer.findings] == ["loss-terms", "loss-streak"]
     facts = _facts(answer)
     assert facts["loss.share.kl"] == pytest.approx(0.7, abs=1e-5)

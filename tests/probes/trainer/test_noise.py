@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.model.dflash.step import StepOutput, TrainingStep
+from parity.model.dflash.step import TrainingStep
 from parity.model.training.data import Batch
 from parity.model.training.states import StepStates
+from parity.model.training.step import StepOutput
 from parity.probes.base import ProbeAnswer
 from parity.probes.instruments.noise.draws import find_shared_draws, measure_noise_mean
 from parity.probes.query import query_probes

@@ -1,4 +1,4 @@
-"""Faults planted in SpecForge 0.2.0's own code, configuration and weights; and it unchanged, as it declares itself."""
+"""Faults injected in SpecForge 0.2.0's own code, configuration and weights; and it unchanged, as it declares itself."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,8 +10,8 @@ from specforge.modeling.draft import dflash as draft
 
 from parity.model.recipe.presets import preset
 from parity.probes.adapters.specforge import SpecForge
-from tests.faults.mutation import Patch, mutate, planted
-from tests.faults.wiring import Healthy, Plant
+from tests.faults.mutation import Patch, apply_patches, mutate
+from tests.faults.wiring import HealthyVariant, InjectedFault
 
 DECLARED: dict[str, Any] = {"recipe.labels": "data", "recipe.teacher": None}
 """What SpecForge 0.2.0 does with `loss_decay_gamma: 4`, at the sizes of `unit`."""
@@ -30,14 +30,14 @@ UNSHOWN = ("resume", "teacher", "tokens")
 def specforge(changes: Mapping[str, Any] | None = None, *patches: Patch) -> SpecForge:
     """The adapter on `unit` as SpecForge declares itself, with changes to the recipe and to its code."""
     adapter = SpecForge.open(preset("unit").with_values(dict(changes or DECLARED)))
-    return planted(adapter, *patches) if patches else adapter
+    return apply_patches(adapter, *patches) if patches else adapter
 
 
 def _code(
     name: str, probe: str, deviation: str, owner: Any, function: str, old: str, new: str, changes: Any = None
-) -> Plant:
+) -> InjectedFault:
     """One line of its source replaced."""
-    return Plant(
+    return InjectedFault(
         name=name,
         trainer="specforge",
         deviation=deviation,
@@ -48,7 +48,7 @@ def _code(
 
 def _set(
     name: str, probe: str, deviation: str, change: Callable[[SpecForge], Any], changes: Any = None
-) -> Plant:
+) -> InjectedFault:
     """Its configuration or weights changed after it was opened."""
 
     def build() -> SpecForge:
@@ -57,7 +57,7 @@ def _set(
             change(adapter)
         return adapter
 
-    return Plant(name=name, trainer="specforge", deviation=deviation, probe=probe, build=build)
+    return InjectedFault(name=name, trainer="specforge", deviation=deviation, probe=probe, build=build)
 
 
 def _random(module: Any) -> None:
@@ -69,7 +69,7 @@ def _random(module: Any) -> None:
 MODEL, DRAFT = family.OnlineDFlashModel, draft.DFlashDraftModel
 STATES = "return hidden_states[:max_len].unsqueeze(0)"
 
-PLANTS = (
+FAULTS = (
     # data
     _code("noise .001 on the states", "noise", "noise-undeclared", data, "_normalize_hidden_states", STATES,
           "import torch; return (hidden_states + .001 * torch.randn(hidden_states.shape))[:max_len].unsqueeze(0)"),
@@ -125,8 +125,8 @@ PLANTS = (
          lambda a: a.model.draft_model.config.dflash_config.update(target_layer_ids=[1, 2, 3])),
 )  # fmt: skip
 
-HEALTHY = tuple(
-    Healthy(
+VARIANTS = tuple(
+    HealthyVariant(
         name=name,
         trainer="specforge",
         build=lambda changes=changes: specforge(changes),  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Faults planted in speculators 0.9.0's own code, configuration and weights; and it unchanged."""
+"""Faults injected in speculators 0.9.0's own code, configuration and weights; and it unchanged."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,8 +10,8 @@ from speculators.train import data
 
 from parity.model.recipe.presets import preset
 from parity.probes.adapters.speculators import Speculators
-from tests.faults.mutation import Patch, mutate, planted
-from tests.faults.wiring import Healthy, Plant
+from tests.faults.mutation import Patch, apply_patches, mutate
+from tests.faults.wiring import HealthyVariant, InjectedFault
 
 DECLARED: dict[str, Any] = {
     "recipe.teacher.norm": "pre",
@@ -31,23 +31,23 @@ UNSHOWN = ("resume", "tokens")
 def speculators(changes: Mapping[str, Any] | None = None, *patches: Patch) -> Speculators:
     """The adapter on `unit` as speculators declares itself, with changes to the recipe and to its code."""
     adapter = Speculators.open(preset("unit").with_values(dict(changes or DECLARED)))
-    return planted(adapter, *patches) if patches else adapter
+    return apply_patches(adapter, *patches) if patches else adapter
 
 
-def _plant(name: str, probe: str, deviation: str, build: Callable[[], Speculators]) -> Plant:
-    return Plant(name=name, trainer="speculators", deviation=deviation, probe=probe, build=build)
+def _fault(name: str, probe: str, deviation: str, build: Callable[[], Speculators]) -> InjectedFault:
+    return InjectedFault(name=name, trainer="speculators", deviation=deviation, probe=probe, build=build)
 
 
 def _code(
     name: str, probe: str, deviation: str, owner: Any, function: str, old: str, new: str, changes: Any = None
-) -> Plant:
+) -> InjectedFault:
     """One line of its source replaced."""
-    return _plant(name, probe, deviation, lambda: speculators(changes, mutate(owner, function, old, new)))
+    return _fault(name, probe, deviation, lambda: speculators(changes, mutate(owner, function, old, new)))
 
 
 def _set(
     name: str, probe: str, deviation: str, change: Callable[[Speculators], Any], changes: Any = None
-) -> Plant:
+) -> InjectedFault:
     """Its configuration or weights changed after it was opened."""
 
     def build() -> Speculators:
@@ -56,7 +56,7 @@ def _set(
             change(adapter)
         return adapter
 
-    return _plant(name, probe, deviation, build)
+    return _fault(name, probe, deviation, build)
 
 
 def _call(name: str, value: Any) -> Callable[[Speculators], None]:
@@ -78,7 +78,7 @@ SPLIT = 'loaded_hs["hidden_states"][:, :-1].flatten(\n            1\n        )'
 NOISE = "torch.randn(loaded_hs['hidden_states'].shape) * 0.05"
 TERMS = {name: (losses._EAGER_LOSS_FN_MAP[name], share) for name, share in (("ce", 0.99), ("kl_div", 0.01))}
 
-PLANTS = (
+FAULTS = (
     # data
     _code("noise .05 on the key hidden_states", "noise", "noise-undeclared", DATA, "_get_raw_data",
           'return {\n        "hidden_states": loaded_hs["hidden_states"][:, :-1]',
@@ -103,7 +103,7 @@ PLANTS = (
           "denominator = loss_mask.sum(dim=1)", "denominator = (loss_mask * decay_mult).sum(dim=1)"),
     _code("labels of the next token (the state at the slot, not before it)", "labels", "label-offset", CORE,
           "_backbone_forward", "else (anchored_block_indices - 1) % total_seq_len", "else anchored_block_indices"),
-    _plant("slot 0 trained too (#798's convention)", "loss", "loss-slot0", lambda: speculators(
+    _fault("slot 0 trained too (#798's convention)", "loss", "loss-slot0", lambda: speculators(
         None,
         mutate(metrics, "dflash_loss_decay", "decay_mult = decay_mult * (pos_idx != 0).to(decay_mult.dtype)", "pass"),
         mutate(CORE, "_backbone_forward", "aligned_loss_mask[:, :: self.block_size] = 0", "pass"))),
@@ -141,8 +141,8 @@ PLANTS = (
         a.model.config, "aux_hidden_state_layer_ids", [1, 0, 2])),
 )  # fmt: skip
 
-HEALTHY = tuple(
-    Healthy(
+VARIANTS = tuple(
+    HealthyVariant(
         name=name,
         trainer="speculators",
         build=lambda changes=changes: speculators(changes),  # type: ignore[misc]

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from parity.errors import ParityError
-from parity.model.dflash.mask import PADDING
 
+PADDING = -1
+"""Document number of a padding token, which belongs to no text."""
 IGNORE = -100
 """Label of a slot that is not supervised (torch's own `ignore_index`)."""
 WORD = 2**64
@@ -145,6 +146,13 @@ def blocks_at(
     supervised[:, 0] = False
     labels = torch.where(supervised, tokens[index], torch.full_like(index, IGNORE))
     return BlockLabels(anchors=anchors, index=index, supervised=supervised, labels=labels)
+
+
+def block_ids(tokens: Tensor, anchors: Tensor, block_size: int, mask_token_id: int) -> Tensor:
+    """Ids [A, B] that fill the blocks: the token at the anchor, then mask tokens. tokens [S], anchors [A]."""
+    ids = torch.full((len(anchors), block_size), mask_token_id, dtype=tokens.dtype, device=tokens.device)
+    ids[:, 0] = tokens[anchors]
+    return ids
 
 
 @dataclass(kw_only=True, slots=True)
