@@ -436,7 +436,7 @@ def test_paths_progress_and_identity(write_trace: WriteTrace, tmp_path: Path) ->
 def test_options_of_a_comparison_are_keywords_of_the_public_function_and_in_its_help() -> None:
     fields = {field.name for field in dataclasses.fields(CompareOptions)}
     assert fields == set(inspect.signature(compare).parameters)
-    listed = set(re.findall(r"^ {8,}(\w+):", inspect.getdoc(compare) or "", re.M))
+    listed = set(re.findall(r"^ {4}(\w+):", inspect.getdoc(compare) or "", re.M))
     assert fields <= listed
 
 
