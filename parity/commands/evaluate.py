@@ -11,7 +11,7 @@ computed the linear layers is counted, as in a capture.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from parity.capturing.prompts import read_prompts
 from parity.environment import environment
 from parity.errors import ParityError
+from parity.options import accept_fields
 from parity.reports.record import Chart, Finding, Outcome, Report, Table, Value, declare_columns
 
 if TYPE_CHECKING:
@@ -57,26 +58,54 @@ class _Measured:
     """None where the target has no linear layer."""
 
 
-def evaluate(
-    checkpoint: str | Path,
-    *,
-    prompts: Path | None = None,
-    which: Literal["last", "best"] = "last",
-    max_prompts: int = MAX_PROMPTS,
-    new_tokens: int = 64,
-    temperature: float = 0.0,
-    seed: int = 0,
-    min_tau: float | None = None,
-    device: str | None = None,
-    progress: EvaluationProgress = lambda done, total: None,
-    command: str = "parity.evaluate",
-) -> Report:
-    """Measure tau of a checkpoint, or of a run's last or best one; a report of kind `eval`.
+@dataclass(frozen=True, slots=True)
+class EvaluateOptions:
+    """What is evaluated, on which prompts, and what would be too little."""
 
-    prompts: a file as for `capture`; None takes the held-out conversations of the data it was trained on.
-    new_tokens: generated per prompt at most. min_tau: below it the finding `eval.tau` fails. device: instead of the
-    training file's. progress: called with (prompts done, of how many). Raises ParityError for a checkpoint or prompts
-    that cannot be used.
+    checkpoint: str | Path
+    """A checkpoint, or the folder of a run."""
+    _: KW_ONLY
+    prompts: Path | None = None
+    """A file as for `capture`; None takes the held-out conversations of the data it was trained on."""
+    which: Literal["last", "best"] = "last"
+    """Which checkpoint of a run."""
+    max_prompts: int = MAX_PROMPTS
+    """Prompts at most."""
+    new_tokens: int = 64
+    """Tokens generated for a prompt at most."""
+    temperature: float = 0.0
+    """0 is greedy; above it tokens are sampled."""
+    seed: int = 0
+    """Of the sampling."""
+    min_tau: float | None = None
+    """Below this acceptance length the finding `eval.tau` fails."""
+    device: str | None = None
+    """Instead of the training file's."""
+    progress: EvaluationProgress = lambda done, total: None
+    """Called with (prompts done, of how many)."""
+    command: str = "parity.evaluate"
+    """What the report names as its command."""
+
+
+@accept_fields(EvaluateOptions)
+def evaluate(options: EvaluateOptions) -> Report:
+    """Measure the acceptance length (tau) of a checkpoint, or of a run's last or best one; a report of kind `eval`.
+
+    Args:
+        checkpoint: a checkpoint, or the folder of a run.
+        prompts: a file as for `capture`; None takes held-out conversations of the data it was trained on.
+        which: the last or the best checkpoint of a run.
+        max_prompts: prompts at most.
+        new_tokens: tokens generated for a prompt at most.
+        temperature: 0 is greedy; above it tokens are sampled.
+        seed: of the sampling.
+        min_tau: below this acceptance length the finding `eval.tau` fails.
+        device: instead of the training file's.
+        progress: called with (prompts done, of how many).
+        command: what the report names as its command.
+
+    Raises:
+        ParityError: for a checkpoint or prompts that cannot be used.
     """
     import torch
 
@@ -85,25 +114,33 @@ def evaluate(
     from parity.model.training.states import open_target
 
     began = time.monotonic()
-    folder = _locate_checkpoint(Path(checkpoint), which)
+    folder = _locate_checkpoint(Path(options.checkpoint), options.which)
     drafter, training = checkpoints.load_drafter(folder)
     run: dict[str, Any] = {"run.states": {"kind": "online"}}
-    training = training.with_values(run | ({"run.device": device} if device else {}))
+    training = training.with_values(run | ({"run.device": options.device} if options.device else {}))
     parts, _, tokenizer = open_target(training)
     drafter.to(training.run.device)
-    rows = _rows(training, tokenizer, prompts, max_prompts)
+    rows = _rows(training, tokenizer, options.prompts, options.max_prompts)
     config = DecodeConfig(
         layers=training.recipe.conditioning.decoder_layers,
-        max_new_tokens=new_tokens,
-        temperature=temperature,
+        max_new_tokens=options.new_tokens,
+        temperature=options.temperature,
         stop_ids=_stop_ids(parts),
-        seed=seed,
+        seed=options.seed,
     )
     dtype = str(parts.embed.dtype).removeprefix("torch.")
     measured = _Measured(rows=rows, config=config, dtype=dtype, backend=training.recipe.target.backend)
     with torch.no_grad():
-        _measure(measured, parts, drafter, progress)
-    return _report(measured, folder, training, prompts, min_tau, command, time.monotonic() - began)
+        _measure(measured, parts, drafter, options.progress)
+    return _report(
+        measured,
+        folder,
+        training,
+        options.prompts,
+        options.min_tau,
+        options.command,
+        time.monotonic() - began,
+    )
 
 
 def _locate_checkpoint(path: Path, which: str) -> Path:

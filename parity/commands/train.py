@@ -11,13 +11,14 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parity.environment import environment
 from parity.errors import ParityError
+from parity.options import accept_fields
 from parity.reports.record import Chart, Finding, Report, Table, Value, collect_rows, declare_columns
 
 if TYPE_CHECKING:
@@ -51,49 +52,81 @@ class TrainResult:
     """Whether this process is the one that writes and speaks."""
 
 
-def train(
-    recipe: "str | Path | TrainingFile | None" = None,
-    *,
-    out: str | Path = "parity-train",
-    preset: str = "tiny",
-    steps: int | None = None,
-    stop_after: int | None = None,
-    resume: bool = True,
-    observers: Sequence["Observer"] = (),
-    say: Callable[[str], None] = lambda line: None,
-    watch: WatchFactory = lambda trainer: nullcontext(lambda record: None),
-    sinks: Sequence["Sink"] = (),
-    command: str = "parity.train",
-) -> TrainResult:
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """What to train by, where, and who follows it."""
+
+    recipe: "str | Path | TrainingFile | None" = None
+    """A training file, or what `parity.model.recipe.config.load_training_file` gives; None takes `preset`."""
+    _: KW_ONLY
+    out: str | Path = "parity-train"
+    """Folder of the run. A run that is there goes on."""
+    preset: str = "tiny"
+    """Name of a preset, where no recipe is given."""
+    steps: int | None = None
+    """Optimizer steps in all, instead of the file's."""
+    stop_after: int | None = None
+    """Optimizer step at which this call ends; None: the end of the schedule."""
+    resume: bool = True
+    """False refuses a folder that holds checkpoints."""
+    observers: Sequence["Observer"] = ()
+    """Called at every step; they must leave the training as it is."""
+    say: Callable[[str], None] = lambda line: None
+    """Receives one line about what begins, and about what takes long before it."""
+    watch: WatchFactory = lambda trainer: nullcontext(lambda record: None)
+    """Opened around the training on the first rank; its value receives every line of the log."""
+    sinks: Sequence["Sink"] = ()
+    """Receive the step reports of `run.watch`."""
+    command: str = "parity.train"
+    """What the report names as its command."""
+
+
+@accept_fields(TrainOptions)
+def train(options: TrainOptions) -> TrainResult:
     """Train to the end of the schedule, to step `stop_after`, or until a signal; goes on with the run in `out`.
 
-    recipe: a training file, or what `parity.model.recipe.config.load_training_file` gives; None takes
-    `preset`. steps: instead of the
-    file's. resume: False refuses a folder that holds checkpoints. say: hears one line about what begins, and what takes
-    long before it. watch: opened around the training on the first rank; its value hears every line of the log. sinks:
-    hear the step reports of `run.watch`. Raises ParityError for what the user can put right.
+    Args:
+        recipe: a training file, its path, or None for `preset`.
+        out: folder of the run.
+        preset: name of a preset, where no recipe is given.
+        steps: optimizer steps in all, instead of the file's.
+        stop_after: optimizer step at which this call ends.
+        resume: False refuses a folder that holds checkpoints.
+        observers: called at every step.
+        say: receives one line about what begins, and about what takes long before it.
+        watch: opened around the training on the first rank; its value receives every line of the log.
+        sinks: receive the step reports of `run.watch`.
+        command: what the report names as its command.
+
+    Raises:
+        ParityError: for what the user can put right.
     """
     from parity.model.training import checkpoint, distributed
     from parity.model.training.build import open_trainer
 
-    began, folder = time.monotonic(), Path(out)
-    training = read_training(recipe, preset, steps)
-    if not resume and any((folder / "checkpoints").glob("step-*")):
+    # The run: opened where it stopped, trained, and every rank let go whatever happens.
+    began, folder = time.monotonic(), Path(options.out)
+    training = read_training(options.recipe, options.preset, options.steps)
+    if not options.resume and any((folder / "checkpoints").glob("step-*")):
         do = "choose another --out, or --resume"
         raise ParityError(f"a new run in {folder}", "checkpoints of another", do)
     try:
-        trainer = open_trainer(training, out=folder, observers=observers, say=say)
-        first, source = trainer.ranks.first, str(recipe) if isinstance(recipe, str | Path) else None
+        trainer = open_trainer(training, out=folder, observers=options.observers, say=options.say)
+        first, source = (
+            trainer.ranks.first,
+            str(options.recipe) if isinstance(options.recipe, str | Path) else None,
+        )
         watched = None
         try:
             if training.run.watch is not None:  # what watches loads every probe
                 from parity.watching.watch import watch_training
 
-                watched = watch_training(trainer, folder, sinks)
+                watched = watch_training(trainer, folder, options.sinks)
             if first:
-                say(begins(trainer, source or (f"preset {preset}" if recipe is None else "a training")))
-            with watch(trainer) if first else nullcontext(lambda record: None) as show:
-                outcome = trainer.run(stop_after=stop_after, show=show)
+                named = f"preset {options.preset}" if options.recipe is None else "a training"
+                options.say(begins(trainer, source or named))
+            with options.watch(trainer) if first else nullcontext(lambda record: None) as show:
+                outcome = trainer.run(stop_after=options.stop_after, show=show)
         finally:
             if watched is not None:
                 watched.close()
@@ -101,9 +134,10 @@ def train(
         distributed.leave(together=True)
     finally:
         distributed.leave()
+    # What came of it, this call and earlier ones.
     best = checkpoint.best_of(folder)
     stopped = watched is not None and watched.stopped
-    report = _report(trainer, folder, outcome.interrupted, command, time.monotonic() - began)
+    report = _report(trainer, folder, outcome.interrupted, options.command, time.monotonic() - began)
     return TrainResult(
         report=report if watched is None else watched.joined_to(report),
         checkpoint=checkpoint.find_checkpoint(folder),

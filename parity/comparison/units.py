@@ -4,7 +4,8 @@ All rows of all requests, in canonical order, are cut into units that depend on 
 numbers are the same whoever computes it (this process, a rank under torchrun, a run that was interrupted), and
 units are added up in their order; so any number of ranks, on any machines, gives the same bits.
 
-    for unit, parts in WorkShare(ranks, folder, fingerprint).each(units_of(rows), compute):
+    share = WorkShare(ranks=ranks, folder=folder, fingerprint=fingerprint)
+    for unit, parts in share.each(units_of(rows), compute):
         ...                                # parts: one `TapPart` a tap, in the order of `units`
 
 A unit travels as safetensors: to the other ranks through PyTorch's process group, to a later run as a file.
