@@ -1,6 +1,6 @@
 """From a training file to a trainer: target, states, data, ranks.
 
-trainer = open_trainer(presets.preset("tiny"), out=Path("run"))
+trainer = open_trainer(preset("tiny"), out=Path("run"))
 """
 
 import hashlib

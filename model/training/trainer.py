@@ -1,6 +1,6 @@
 """The training loop around `RecipeStep.step`: accumulate, clip, update, validate, save, go on.
 
-    trainer = build.open_trainer(presets.preset("tiny"), out=Path("run"))
+    trainer = build.open_trainer(preset("tiny"), out=Path("run"))
     outcome = trainer.run()
 
 A run that was stopped, by a signal or by kill -9, is continued by opening the same file on the same folder; its

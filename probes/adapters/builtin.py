@@ -1,6 +1,6 @@
 """The built-in trainer as an adapter.
 
-adapter = Builtin.open(presets.preset("unit"))
+adapter = Builtin.open(preset("unit"))
 """
 
 from collections.abc import Mapping, Sequence
