@@ -10,6 +10,7 @@ import builtins
 import importlib
 import inspect
 import pkgutil
+import re
 import textwrap
 from collections.abc import Iterator
 from functools import cache
@@ -111,12 +112,28 @@ def wrong_calls(module: ModuleType, tree: ast.Module) -> Iterator[str | None]:
         if any(isinstance(each, ast.Constant) and each.value is ... for each in positional):
             continue  # `f(...)` stands for its arguments
         try:
-            inspect.signature(found).bind_partial(*positional, **keywords)
+            signature(found).bind_partial(*positional, **keywords)
             yield None
         except TypeError as error:
             yield f"{ast.unparse(call)}: {error}"
         except ValueError:
             continue  # a builtin without a signature
+
+
+def signature(function: Any) -> inspect.Signature:
+    """The signature, with the keys of `**options: Unpack[TypedDict]` as keywords of its own."""
+    found = inspect.signature(function)
+    parameters = []
+    for each in found.parameters.values():
+        packed = re.search(r"Unpack\[.*?(\w+)[\"']?\]", str(each.annotation))
+        if each.kind is not each.VAR_KEYWORD or packed is None:
+            parameters.append(each)
+            continue
+        options = getattr(importlib.import_module(unique_names()[packed[1]]), packed[1])
+        parameters += [
+            inspect.Parameter(key, each.KEYWORD_ONLY, default=None) for key in options.__annotations__
+        ]
+    return found.replace(parameters=parameters)
 
 
 def test_examples_of_docstrings_can_be_called() -> None:
