@@ -125,8 +125,10 @@ def signature(function: Any) -> inspect.Signature:
     found = inspect.signature(function)
     parameters = []
     for each in found.parameters.values():
-        packed = re.search(r"Unpack\[.*?(\w+)[\"']?\]", str(each.annotation))
-        if each.kind is not each.VAR_KEYWORD or packed is None:
+        packed = (
+            re.search(r"(\w+)[\"']?[\]>]+$", str(each.annotation)) if each.kind is each.VAR_KEYWORD else None
+        )
+        if packed is None or packed[1] not in unique_names():
             parameters.append(each)
             continue
         options = getattr(importlib.import_module(unique_names()[packed[1]]), packed[1])
