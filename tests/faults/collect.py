@@ -18,7 +18,7 @@ def _all(folder: str, attribute: str) -> list[object]:
         if missing and os.environ.get("CI") != "true" and os.environ.get("PARITY_PEERS") != "1":
             continue  # `make peers` installs them; CI fails on the import below instead
         name = ".".join(file.relative_to(HERE).with_suffix("").parts)
-        found += getattr(import_module(f"tests.faults.{name}"), attribute)
+        found += getattr(import_module(f"tests.faults.{name}"), attribute, ())
     return found
 
 
@@ -28,5 +28,6 @@ def list_faults() -> list[InjectedFault]:
 
 
 def list_variants() -> list[HealthyVariant]:
-    """Every healthy variant."""
-    return [each for each in _all("healthy", "VARIANTS") if isinstance(each, HealthyVariant)]
+    """Every healthy variant: ours, and the peers' beside their injected faults."""
+    found = [*_all("healthy", "VARIANTS"), *_all("injected", "VARIANTS")]
+    return [each for each in found if isinstance(each, HealthyVariant)]
