@@ -34,7 +34,7 @@ from parity.tracing.trace import TRACE_SCHEMA, BackendProof, Manifest, RequestEn
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, WIDTH = 8192, 4096
 MEASURED = {
-    "msprobe 26.2.0": "33.5 s, .128 GB/s, 2.18 GiB (facts/compare.md 3.1: idle machine, median of 3)",
+    "msprobe 26.2.0": "33.5 s, .128 GB/s, 2.18 GiB (docs/evidence.md: idle machine, median of 3)",
     "SGLang 0.5.23": "33.3 s, .129 GB/s, 2.07 GiB (the same run)",
 }
 STUBS = """

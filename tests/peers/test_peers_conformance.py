@@ -1,7 +1,6 @@
 """speculators 0.9.0 and SpecForge 0.2.0, unchanged: what the probes alone find out about them.
 
-Expected values are those measured by hand and by other means in facts/trainers.md 3.4 (P1 to P14): gamma, denominators,
-slot 0, label source, the lower bound of sliding windows, labels that cross documents.
+Expected values were measured by hand and by other means (docs/evidence.md): gamma, denominators, slot 0, label source, the lower bound of sliding windows, labels that cross documents.
 """
 
 from typing import Any

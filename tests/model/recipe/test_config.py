@@ -48,7 +48,7 @@ def test_every_preset_value_names_a_source(name: str) -> None:
 
 
 def test_published_values() -> None:
-    """What facts/trainers.md found in the sources."""
+    """What the sources say (docs/evidence.md)."""
     paper, theirs, ours = (
         preset("dflash-paper").recipe,
         preset("speculators-0.9").recipe,
