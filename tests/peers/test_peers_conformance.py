@@ -1,6 +1,7 @@
 """speculators 0.9.0 and SpecForge 0.2.0, unchanged: what the probes alone find out about them.
 
-Expected values were measured by hand and by other means (docs/evidence.md): gamma, denominators, slot 0, label source, the lower bound of sliding windows, labels that cross documents.
+Expected values were measured by hand and by other means (docs/evidence.md): gamma, denominators, slot 0,
+label source, the lower bound of sliding windows, labels that cross documents.
 """
 
 from typing import Any
