@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ READ: dict[str, set[str]] = {}
 
 
 @pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Report, Path]]:
+def checked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
     """One full check of the embedded target: the first answer a new user gets."""
     traces = tmp_path_factory.mktemp("check") / "traces"
     run = check._run_probe
@@ -68,7 +68,8 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Report, 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check, "_run_probe", noting)
-        yield check.check(traces=traces), traces
+        report = check.check(traces=traces)
+    return report, traces
 
 
 def test_a_probe_reads_what_its_entry_needs_and_no_more(checked: tuple[Report, Path]) -> None:
